@@ -1,0 +1,147 @@
+"""The Dynamo backend `inertia_fx`: run the passes on a decode graph, hand the result to an inner compiler.
+
+    torch.compile(step, backend="inertia_fx", options={"alpha": 0.8, "backend": "inductor"})
+
+One module-level function, parameters through `options`: Dynamo compares them to decide whether to recompile. Nothing
+is kept here between calls; a sequence's state reaches the graph as inputs (see `inertia_fx.cache`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from . import debug
+from .config import Config
+from .errors import ConfigError
+from .passes import Rewrite, find_marker, run_passes
+
+_HOST_ONLY = ("ratio", "budget", "min_budget", "refresh_every", "evict_after", "pool_width")
+
+
+@dataclasses.dataclass(frozen=True)
+class BackendOptions:
+    """What is compiled into a decode graph.
+
+    Args:
+        alpha, alpha_time, alpha_layer, aggregator, scorer, protect_first, protect_recent: as in `Config`.
+        score: False compiles a step that leaves the momentum alone (Lazy's and Score-Free's other steps).
+        backend: inner compiler, a name that torch.compile knows or a callable ``(gm, inputs) -> callable``.
+        mode, options: Inductor's, as in torch.compile.
+        passes: False leaves the graph as traced: the step decodes, with a momentum that never moves (for bisecting).
+    """
+
+    alpha: float = 0.8
+    alpha_time: float | None = None
+    alpha_layer: float | None = None
+    aggregator: str = "ema"
+    scorer: str = "attention"
+    protect_first: int = 0
+    protect_recent: int = 0
+    score: bool = True
+    backend: str | Callable[..., Any] = "inductor"
+    mode: str | None = None
+    options: Mapping[str, Any] | None = None
+    passes: bool = True
+
+    @property
+    def last_layer_alone(self) -> bool:
+        """Whether every layer's weight but the last one's is 0 (SPEC D11)."""
+        layer_weight = self.alpha if self.alpha_layer is None else self.alpha_layer
+        return self.aggregator == "single_step" or (self.aggregator == "ema" and layer_weight == 0)
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> BackendOptions:
+        """Checked options.
+
+        Raises:
+            ConfigError: an option is unknown, belongs to the cache, or is out of range.
+        """
+        options = dict(options or {})
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in options:
+            if name in _HOST_ONLY:
+                raise ConfigError(
+                    f"The option {name!r} is decided by the cache, not by the graph:"
+                    f" pass InertiaCache(Config({name}=...)) to the step."
+                )
+            if name not in known:
+                raise ConfigError(f"The backend 'inertia_fx' has no option {name!r}: it knows {', '.join(sorted(known))}.")
+        checked = cls(**options)
+        Config(
+            alpha=checked.alpha,
+            alpha_time=checked.alpha_time,
+            alpha_layer=checked.alpha_layer,
+            aggregator=checked.aggregator,  # type: ignore[arg-type]
+            scorer=checked.scorer,  # type: ignore[arg-type]
+            protect_first=checked.protect_first,
+            protect_recent=checked.protect_recent,
+            min_budget=max(1, checked.protect_first + checked.protect_recent),
+        )
+        check_inner(checked.backend, checked.mode, checked.options)
+        return checked
+
+
+def check_inner(backend: str | Callable[..., Any], mode: str | None, options: Mapping[str, Any] | None) -> None:
+    """Raise :class:`ConfigError` unless the inner compiler exists and takes what is passed to it."""
+    if not callable(backend) and not isinstance(backend, str):
+        raise ConfigError(f"backend={backend!r} is neither a name nor a callable.")
+    if backend == "inertia_fx":
+        raise ConfigError("backend='inertia_fx' would run the passes inside themselves: pass the inner compiler's name.")
+    if isinstance(backend, str):
+        known = torch._dynamo.list_backends(exclude_tags=())
+        if backend not in known:
+            raise ConfigError(f"backend={backend!r} is unknown: torch knows {', '.join(sorted(known))}.")
+    if (mode is not None or options) and backend != "inductor":
+        raise ConfigError(f"mode and options are Inductor's; with backend={backend!r} leave them out.")
+    if mode is not None and options:
+        raise ConfigError("mode and options exclude each other, as in torch.compile: pass one of them.")
+    if mode is not None:
+        known_modes = set(torch._inductor.list_mode_options()) | {"default"}
+        if mode not in known_modes:
+            raise ConfigError(f"mode={mode!r} is unknown: Inductor knows {', '.join(sorted(known_modes))}.")
+    if options:
+        known_options = set(torch._inductor.list_options())
+        for name in options:
+            if name.replace("-", "_") not in known_options:
+                raise ConfigError(f"options[{name!r}] is not an Inductor setting.")
+
+
+def inertia(
+    gm: fx.GraphModule, example_inputs: list[Tensor], *, options: Mapping[str, Any] | None = None
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph. A graph without our marker is not a decode step and passes through unchanged.
+
+    Raises:
+        ConfigError: bad options.
+        UnsupportedAttentionError: a layer's attention is not understood; nothing has been compiled or changed.
+    """
+    settings = BackendOptions.of(options)
+    marker = find_marker(gm.graph)
+    if marker is not None and settings.passes:
+        before = debug.readable(gm)
+        rewrite = Rewrite(gm, marker, settings)
+        results = run_passes(rewrite)
+        debug.publish(debug.Explanation(results, before, debug.readable(gm)))
+    return _compile_inner(gm, example_inputs, settings)
+
+
+def _compile_inner(
+    gm: fx.GraphModule, example_inputs: list[Tensor], settings: BackendOptions
+) -> Callable[..., Any]:
+    if settings.backend == "inductor":
+        from torch._inductor.compile_fx import compile_fx
+
+        patches = dict(settings.options or {})
+        if settings.mode is not None and settings.mode != "default":
+            patches = torch._inductor.list_mode_options(settings.mode)
+        patches = {name.replace("-", "_"): value for name, value in patches.items()}
+        return compile_fx(gm, example_inputs, config_patches=patches or None)
+    compiler = settings.backend
+    if isinstance(compiler, str):
+        compiler = torch._dynamo.lookup_backend(compiler)
+    return compiler(gm, example_inputs)

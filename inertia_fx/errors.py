@@ -1,0 +1,69 @@
+"""Every refusal of `inertia_fx`, one class per reason.
+
+Each message says what was wrong, where, and what to do. All derive from :class:`InertiaError`; those that
+report a bad argument also derive from ``ValueError``, so that a plain ``except ValueError`` catches them.
+"""
+
+from __future__ import annotations
+
+
+class InertiaError(Exception):
+    """Base class of all errors raised by `inertia_fx`."""
+
+
+class ConfigError(InertiaError, ValueError):
+    """An argument of `compile`, `Config` or the backend's options is out of range, unknown or contradictory."""
+
+
+class UnsupportedModelError(InertiaError):
+    """The model as a whole cannot be compiled correctly (no attention, encoder-decoder, unknown cache layers, ...)."""
+
+
+class UnsupportedAttentionError(UnsupportedModelError):
+    """An attention of the decode graph is not understood. Names the layer, the graph node and the reason.
+
+    Attributes:
+        layer: index of the cache layer whose attention was looked for, or ``None`` for the graph as a whole.
+        node: name of the offending graph node, or ``None`` if no candidate node exists.
+        reason: why it was refused.
+    """
+
+    def __init__(self, layer: int | None, node: str | None, reason: str, user_line: str | None = None) -> None:
+        self.layer, self.node, self.reason, self.user_line = layer, node, reason, user_line
+        super().__init__(layer, node, reason, user_line)
+
+    def __str__(self) -> str:
+        where = "the decode graph" if self.layer is None else f"the attention of cache layer {self.layer}"
+        at = "" if self.node is None else f" at graph node '{self.node}'"
+        line = "" if self.user_line is None else f"\n  written at: {self.user_line}"
+        return (
+            f"inertia_fx does not understand {where}{at}: {self.reason}.{line}\n"
+            "  What was looked for: scaled_dot_product_attention, or matmul -> scale -> + mask -> softmax -> matmul,"
+            " over the cache's keys and values, with the liveness mask and nothing else.\n"
+            "  What to do: try model.set_attn_implementation('sdpa') or 'eager' before compiling; if it stays,"
+            " use the uncompiled model: nothing was changed."
+        )
+
+
+class PositionBiasError(UnsupportedAttentionError):
+    """The attention adds a bias that depends on positions (ALiBi, relative bias); eviction would move the distances."""
+
+
+class CacheError(InertiaError):
+    """A cache is of the wrong kind, belongs to another model or batch, or is used outside a prompt or a step."""
+
+
+class UndoError(InertiaError):
+    """Tokens should be taken back (`crop`, assisted or prompt-lookup decoding); an eviction cannot be undone."""
+
+
+class OutputError(InertiaError):
+    """A decode step was asked for an output that the compiled graph does not produce (`output_attentions=True`)."""
+
+
+class TrainingError(InertiaError):
+    """A decode step was asked for while the model is in training mode."""
+
+
+class RecompileError(InertiaError):
+    """The decode step met so many different shapes or settings that torch.compile gave up compiling new ones."""

@@ -1,0 +1,498 @@
+"""All that knows transformers: the `Cache` contract, `generate`, argument names, what is refused up front.
+
+The compiled model is a shallow copy of the original whose class is a dynamic subclass with the same name: `generate`
+and pipelines look methods up on the class and go by its name, so wrappers and patched instances would be bypassed.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import inspect
+import itertools
+import types
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+
+from .backend import inertia
+from .cache import SlotCache, SlotLayer
+from .config import Config
+from .errors import (
+    CacheError,
+    ConfigError,
+    InertiaError,
+    OutputError,
+    PositionBiasError,
+    RecompileError,
+    TrainingError,
+    UndoError,
+    UnsupportedAttentionError,
+    UnsupportedModelError,
+)
+
+_CACHE_NAMES = ("cache", "past_key_values")
+"""What a forward calls its cache: transformers 5.24 and later, and before."""
+
+
+class InertiaLayer(SlotLayer, CacheLayerMixin):
+    """One layer of an :class:`InertiaCache`. The cache itself does the counting; a layer is its two buffers."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        CacheLayerMixin.__init__(self)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the first prompt brings the buffers."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        raise CacheError("Layers of an InertiaCache are updated through the cache: call cache.update(...).")
+
+    def get_seq_length(self) -> int:
+        return 0 if self.keys is None else self.keys.shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class InertiaCache(SlotCache, Cache):
+    """The bounded cache of a compiled model, as a `transformers` cache.
+
+    `generate` makes one on its own. Make one yourself to keep it over several calls (second turns), or to give it
+    other settings than the model's::
+
+        cache = inertia_fx.InertiaCache()
+        model.generate(**inputs, past_key_values=cache)
+        cache.retained_positions(), cache.budget, cache.nbytes
+
+    Args:
+        config: what to keep; ``None`` takes the settings of the compiled model that first uses the cache.
+    """
+
+    layer_class = InertiaLayer
+
+    def __init__(self, config: Config | None = None) -> None:
+        if config is not None and not isinstance(config, Config):
+            raise ConfigError(
+                f"InertiaCache(config={type(config).__name__}) is not an inertia_fx.Config: pass"
+                " inertia_fx.Config(ratio=...), or nothing to take the compiled model's settings."
+            )
+        Cache.__init__(self, layers=[])
+        SlotCache.__init__(self, config)
+        self._owner: str | None = None
+        self._gathering = False
+
+    def _bind(self, owner: str, config: Config, layers: int) -> None:
+        if self._owner is not None and self._owner != owner:
+            raise CacheError(
+                "This InertiaCache was filled by another model: use a new InertiaCache, or call cache.reset() first."
+            )
+        if self.layers and len(self.layers) != layers:
+            raise CacheError(
+                f"This InertiaCache holds {len(self.layers)} layers and the model has {layers}: use a new InertiaCache."
+            )
+        if self.config is None:
+            self.config = config
+        if not self.layers:
+            self.layers = [self.layer_class() for _ in range(layers)]
+        self._owner = owner
+
+    @contextmanager
+    def _whole_prompt(self) -> Iterator[None]:
+        """Inside `generate`, every forward before the first generated token is prompt, also one of one token (SPEC D16)."""
+        self._gathering = True
+        try:
+            yield
+        finally:
+            self._gathering = False
+
+    def _decodes(self, tokens: int) -> bool:
+        return tokens == 1 and self._phase != "empty" and not self._gathering
+
+    def reset(self) -> None:
+        """Forget everything, the model too; the cache can then serve any model and batch size."""
+        super().reset()
+        self._owner = None
+        self.layers = []
+
+    # ------------------------------------------------------------------ what transformers asks
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Logical length: tokens seen per row, padding columns included, evicted tokens too (SPEC D9)."""
+        if self._mode == "step" and torch.compiler.is_compiling():
+            return self._seen_tensor  # type: ignore[return-value]  # an int would be a guard, and a recompile per step
+        return self._seen
+
+    @contextmanager
+    def step(self, rows: int) -> Iterator[None]:
+        with super().step(rows):
+            self._seen_tensor = torch.tensor(self._seen, device=self.state.free.device)
+            yield
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """(columns that attention sees, 0): physical, as attention reads what is stored."""
+        return (self.slots, 0) if self._mode == "step" else (self.columns + query_length, 0)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Column of a prompt's first new token."""
+        return self.slots - 1 if self._mode == "step" else self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: text of any length fits."""
+        return -1
+
+    @property
+    def is_compileable(self) -> bool:
+        """False: `generate` must not compile around a step that is compiled already."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """False: an eviction cannot be undone."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        return self._phase != "empty"
+
+    @property
+    def batch_size(self) -> int:
+        return self.rows or -1
+
+    def activate_past_recording(self) -> None:
+        raise UndoError("Assisted decoding takes tokens back, and an eviction cannot be undone: use the uncompiled model.")
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __repr__(self) -> str:
+        held = f"rows={self.rows}, seen={self._seen}, slots={self.slots}, budget={self.budget}, nbytes={self.nbytes}"
+        return f"InertiaCache({held if self.rows else 'empty'}, {self.config!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> InertiaCache:
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        result.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A saved cache outlives its model: the next one that uses it becomes its owner.
+        return self.__dict__ | {"_owner": None}
+
+
+# ---------------------------------------------------------------------- the compiled model
+
+
+@dataclasses.dataclass
+class Runtime:
+    """What a compiled model carries besides the original: settings and its compiled steps (one per kind of step)."""
+
+    config: Config
+    compiler: Mapping[str, Any]
+    cache_name: str
+    layers: int
+    uid: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
+    steps: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
+
+    def step(self, config: Config, score: bool) -> Any:
+        """The compiled decode step for these settings, with or without scores."""
+        options = config.graph_options(score=score and config.aggregator is not None)
+        if not score:
+            # Without scores nothing but the protection is left in the graph: share it.
+            options = {name: options[name] for name in ("protect_first", "protect_recent", "score")}
+        key = tuple(sorted(options.items(), key=lambda item: item[0]))
+        if key not in self.steps:
+            self.steps[key] = torch.compile(
+                _own_code(_decode), backend=inertia, fullgraph=True, options=options | dict(self.compiler)
+            )
+        return self.steps[key]
+
+
+_numbers = itertools.count()
+
+
+def _own_code(function: types.FunctionType) -> types.FunctionType:
+    """A twin with a code object of its own: Dynamo keeps graphs and its recompile limit per code object."""
+    name = f"inertia_decode_{next(_numbers)}"
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
+
+
+def _decode(
+    model: Any, forward: Any, cache: InertiaCache, cache_name: str, additive: bool, arguments: dict[str, Any]
+) -> Any:
+    """One decode step, as traced. Correct by itself; the passes add what moves the momentum."""
+    entry = cache.enter()
+    mask = entry.live[:, None, None, :]
+    if additive:  # eager attention adds its mask, in the model's dtype
+        dtype = cache.layers[0].keys.dtype
+        mask = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
+    output = forward(model, **arguments, attention_mask=mask, **{cache_name: cache})
+    cache.leave(entry)
+    return output
+
+
+class _Compiled:
+    """Mixed in before the original class: `forward` dispatches, `generate`'s hooks hand it our cache."""
+
+    _inertia: Runtime
+    _inertia_base: type[Any]
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if str(getattr(generation_mode, "value", generation_mode)) == "assisted_generation":
+            raise UndoError(
+                "Assisted and prompt-lookup decoding take rejected tokens back, but an eviction cannot be undone:"
+                " generate without assistant_model / prompt_lookup_num_tokens, or with the uncompiled model."
+            )
+        name = next((name for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
+        if name is None and generation_config.use_cache is False:
+            return super()._prepare_cache_for_generation(  # type: ignore[misc]
+                generation_config, model_kwargs, generation_mode, *args, **kwargs
+            )
+        if generation_config.cache_implementation not in (None, "dynamic"):
+            raise ConfigError(
+                f"cache_implementation={generation_config.cache_implementation!r} asks for another cache than"
+                " InertiaCache: leave it out (or set model.generation_config.cache_implementation = None)."
+            )
+        if name is None:
+            model_kwargs[self._inertia.cache_name] = InertiaCache(self._inertia.config)
+        else:
+            cache = _require_ours(model_kwargs[name])
+            cache._is_user_defined = True
+        return None
+
+    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        cache = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
+        parent = super()._prefill  # type: ignore[misc]
+        if not isinstance(cache, InertiaCache):
+            return parent(input_ids, generation_config, model_kwargs, *args, **kwargs)
+        with cache._whole_prompt():
+            return parent(input_ids, generation_config, model_kwargs, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _rebuild, (uncompiled(self), self._inertia.config, dict(self._inertia.compiler))
+
+    def _inertia_forward(self, *args: Any, **kwargs: Any) -> Any:
+        runtime, base = self._inertia, self._inertia_base
+        arguments = dict(zip(_parameters(base), args, strict=False)) | kwargs
+        given = [arguments.pop(name) for name in _CACHE_NAMES if name in arguments]
+        cache = next((cache for cache in given if cache is not None), None)
+        learning = self.training and torch.is_grad_enabled()  # type: ignore[attr-defined]
+        if cache is None:
+            use_cache = arguments.get("use_cache")
+            if use_cache is None:
+                use_cache = getattr(self.config.get_text_config(decoder=True), "use_cache", True)  # type: ignore[attr-defined]
+            if not use_cache or learning or arguments.get("labels") is not None:
+                return base.forward(self, **arguments)
+            cache = InertiaCache(runtime.config)
+        elif learning and not isinstance(cache, InertiaCache):
+            return base.forward(self, **arguments, **{runtime.cache_name: cache})
+        elif learning:
+            raise TrainingError(
+                "An InertiaCache was passed to a model in training mode: what it evicts cannot be trained through."
+                " Call model.eval(), or pass no cache."
+            )
+        cache = _require_ours(cache)
+        tokens = arguments.get("input_ids")
+        tokens = arguments.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            raise CacheError("Neither input_ids nor inputs_embeds was passed.")
+        rows, width = tokens.shape[:2]
+        cache._bind(runtime.uid, runtime.config, runtime.layers)
+        arguments["use_cache"] = True
+        if cache._decodes(width) and arguments.get("labels") is None:
+            return self._inertia_step(cache, rows, tokens.device, arguments)
+        return self._inertia_prompt(cache, rows, width, arguments)
+
+    def _inertia_prompt(self, cache: InertiaCache, rows: int, width: int, arguments: dict[str, Any]) -> Any:
+        mask = arguments.get("attention_mask")
+        padding = _padding(mask, cache._seen, width)
+        with cache.prompt(rows, width, padding):
+            if cache._seen:
+                arguments["attention_mask"] = cache.columns_mask(width, padding)
+            return self._inertia_base.forward(self, **arguments, **{self._inertia.cache_name: cache})
+
+    def _inertia_step(self, cache: InertiaCache, rows: int, device: torch.device, arguments: dict[str, Any]) -> Any:
+        config = self.config  # type: ignore[attr-defined]
+        for name in ("output_attentions", "output_hidden_states"):
+            asked = arguments.pop(name, None)
+            if asked or (asked is None and getattr(config, name, False)):
+                raise OutputError(
+                    f"{name}=True on a decode step: the compiled step returns logits only. Ask for it on prompts"
+                    " (several tokens), or use the uncompiled model."
+                )
+        _require_readable_attention(self)
+        arguments.pop("attention_mask", None)
+        if arguments.get("position_ids") is None and "position_ids" in _parameters(self._inertia_base):
+            arguments["position_ids"] = torch.full((1, 1), cache._seen, device=device)
+        assert cache.config is not None
+        additive = config._attn_implementation == "eager"
+        step = self._inertia.step(cache.config, cache.refreshing)
+        try:
+            with cache.step(rows), torch.no_grad():
+                return step(self, self._inertia_base.forward, cache, self._inertia.cache_name, additive, arguments)
+        except torch._dynamo.exc.BackendCompilerFailed as failure:
+            if isinstance(failure.inner_exception, InertiaError):
+                raise failure.inner_exception from None
+            raise
+        except torch._dynamo.exc.FailOnRecompileLimitHit as failure:
+            raise RecompileError(
+                "The decode step has been compiled for so many batch sizes or settings that torch.compile stopped:"
+                " call inertia_fx.compile(model) again for a fresh set, or raise torch._dynamo.config.recompile_limit."
+            ) from failure
+        except torch._dynamo.exc.Unsupported as failure:
+            raise UnsupportedModelError(
+                f"The decode step of {type(self).__name__} cannot be traced as one graph, so it cannot be rewritten:"
+                f" use the uncompiled model. torch.compile says:\n{failure}"
+            ) from failure
+
+
+@functools.cache
+def _parameters(base: type[Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(base.forward).parameters)[1:]
+
+
+@functools.cache
+def _compiled_class(base: type[Any]) -> type[Any]:
+    """A subclass of `base` that passes for it: same name, same module, same signature of `forward`."""
+
+    @functools.wraps(base.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._inertia_forward(*args, **kwargs)
+
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    return type(base.__name__, (_Compiled, base), names | {"forward": forward, "_inertia_base": base})
+
+
+def wrap(model: Any, config: Config, compiler: Mapping[str, Any]) -> Any:
+    """The model as :func:`inertia_fx.compile` returns it.
+
+    Raises:
+        UnsupportedModelError: it cannot be compiled correctly.
+    """
+    model = getattr(model, "_orig_mod", model)
+    if isinstance(model, _Compiled):
+        model = uncompiled(model)
+    name, layers = _inspect(model)
+    result = _twin(model, _compiled_class(type(model)))
+    result.__dict__["_inertia"] = Runtime(config, compiler, name, layers)
+    return result
+
+
+def uncompiled(model: Any) -> Any:
+    """The original class again, over the same weights."""
+    result = _twin(model, model._inertia_base)
+    del result.__dict__["_inertia"]
+    return result
+
+
+def _rebuild(model: Any, config: Config, compiler: dict[str, Any]) -> Any:
+    return wrap(model, config, compiler)
+
+
+def _twin(model: Any, kind: type[Any]) -> Any:
+    """A shallow copy of another class: shared weights, but registries and generation settings of its own."""
+    result = kind.__new__(kind)
+    for name, value in model.__dict__.items():
+        result.__dict__[name] = copy.copy(value) if isinstance(value, dict) else value
+    if getattr(model, "generation_config", None) is not None:
+        result.__dict__["generation_config"] = copy.deepcopy(model.generation_config)
+    return result
+
+
+# ---------------------------------------------------------------------- what is refused, and when
+
+
+def _inspect(model: Any) -> tuple[str, int]:
+    """The forward's name for its cache and the number of cached layers, or a refusal."""
+    kind = type(model).__name__
+    if not isinstance(model, transformers.PreTrainedModel) or not callable(getattr(model, "generate", None)):
+        raise UnsupportedModelError(
+            f"{kind} is not a transformers model with generate(). For a decoder of your own, compile its step with"
+            ' torch.compile(step, backend="inertia_fx") and an InertiaCache (see the README).'
+        )
+    if model.config.is_encoder_decoder:
+        raise UnsupportedModelError(
+            f"{kind} is an encoder-decoder: its cross attention reads a cache that must not be evicted from."
+            " inertia_fx compiles decoder-only models; use this one uncompiled."
+        )
+    if "forward" in model.__dict__:
+        raise UnsupportedModelError(
+            f"{kind}.forward was replaced on the instance (accelerate hooks, a patch, or forward = torch.compile(...)),"
+            " which would hide the compiled step. Undo it first, for example with"
+            " accelerate.hooks.remove_hook_from_module(model, recurse=True)."
+        )
+    name = next((name for name in _CACHE_NAMES if name in _parameters(type(model))), None)
+    if name is None or not model._supports_default_dynamic_cache():
+        raise UnsupportedModelError(
+            f"{kind} keeps no key-value cache that attention reads, so there is nothing to evict: use it uncompiled."
+        )
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
+        raise PositionBiasError(
+            None, None, f"{kind} biases attention by distance (ALiBi), read off the place of a key in the cache,"
+            " which eviction changes",
+        )  # fmt: skip
+    layers = DynamicCache(config=config).layers
+    other = {index: type(layer).__name__ for index, layer in enumerate(layers) if type(layer) is not DynamicLayer}
+    if len(other) == len(layers) and not any("Sliding" in name for name in other.values()):
+        raise UnsupportedModelError(f"{kind} has no attention over a key-value cache: there is nothing to evict.")
+    if other:
+        index, name_of = next(iter(other.items()))
+        raise UnsupportedModelError(
+            f"{kind} has {len(other)} of {len(layers)} layers without full attention (layer {index} caches in a"
+            f" {name_of}): models that mix layer types are not supported yet. Use it uncompiled."
+        )
+    _require_readable_attention(model)
+    return name, len(layers)
+
+
+def _require_readable_attention(model: Any) -> None:
+    implementation = model.config._attn_implementation
+    if implementation not in ("sdpa", "eager"):
+        raise UnsupportedAttentionError(
+            None, None, f"attn_implementation={implementation!r} hides its probabilities from the graph",
+        )  # fmt: skip
+
+
+def _require_ours(cache: Any) -> InertiaCache:
+    if not isinstance(cache, InertiaCache):
+        raise CacheError(
+            f"A {type(cache).__name__} was passed to a compiled model, which keeps its tokens in an InertiaCache: pass"
+            " inertia_fx.InertiaCache() (or no cache at all), and let the prompt run through this model."
+        )
+    return cache
+
+
+def _padding(mask: Any, seen: int, width: int) -> Tensor | None:
+    """The part of a 2-D attention mask that covers this forward's own tokens; ``None`` if all of them are real."""
+    if mask is None:
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        raise CacheError(
+            "A prompt's attention_mask must be 2-D, [batch, tokens]: from a prepared mask one cannot tell which tokens"
+            " are padding, and padding must never be kept."
+        )
+    if mask.shape[1] != seen + width:
+        raise CacheError(
+            f"attention_mask covers {mask.shape[1]} tokens, but {seen} are cached and {width} are new: pass"
+            f" {seen + width}."
+        )
+    own = mask[:, seen:].bool()
+    return None if bool(own.all()) else own

@@ -1,0 +1,116 @@
+"""The maths of one decode step in plain torch. Every kernel is tested against these functions.
+
+They are written so that they run on tensors *and* on `torch.fx` proxies (no Python branch on a tensor's shape or
+value): the `lower` pass inlines them into the graph by calling them on proxies, so there is one definition.
+
+Shapes: B rows, H query heads, N key-value heads, G = H / N query heads per group, S slots, D and Dv head widths.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+NO_POSITION = -1
+"""Position of a slot that holds no token."""
+
+_LAST = torch.iinfo(torch.int64).max
+
+
+def attention_probabilities(query: Tensor, key: Tensor, mask: Tensor, scale: float, kv_heads: int) -> Tensor:
+    """Softmax probabilities of the one query over the slots, grouped by KV head.
+
+    Args:
+        query: [B, H, 1, D], any float dtype.
+        key: [B, N, S, D]; never expanded to the query heads.
+        mask: [B or 1, 1, 1, S]; bool (True = attend) or float (added to the logits).
+        scale: factor of the logits.
+        kv_heads: N.
+
+    Returns:
+        [B, N, G, S] in fp32, whatever the inputs' dtype (SPEC D8); 0 at masked slots.
+    """
+    grouped = query.squeeze(2).unflatten(1, (kv_heads, -1))
+    logits = torch.matmul(grouped, key.transpose(2, 3)).float() * scale
+    return torch.softmax(logits + mask, dim=-1)
+
+
+def slot_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, kv_heads: int) -> Tensor:
+    """Attention of one query token over the slots: [B, H, 1, Dv] in the value's dtype. `mask` is additive, fp32."""
+    probabilities = attention_probabilities(query, key, mask, scale, kv_heads)
+    return _weighted_values(probabilities, value)
+
+
+def scored_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, live: Tensor, scale: float, kv_heads: int, scorer: str
+) -> tuple[Tensor, Tensor]:
+    """Attention of one query token over the slots, and the scores that fall out of it.
+
+    Args:
+        query, key, value, mask, scale, kv_heads: as in :func:`attention_probabilities`; value is [B, N, S, Dv].
+        live: [B, S] bool, slots that hold a token.
+        scorer: "attention", "vnorm" or "entropy" (SPEC D21).
+
+    Returns:
+        output [B, H, 1, Dv] in the value's dtype, and s [B, S] in fp32: the mean of the probabilities over all query
+        heads (paper eq. 1), which is the mean over KV heads of the groups' means.
+    """
+    probabilities = attention_probabilities(query, key, mask, scale, kv_heads)
+    return _weighted_values(probabilities, value), pooled_scores(probabilities, value, live, scorer)
+
+
+def _weighted_values(probabilities: Tensor, value: Tensor) -> Tensor:
+    return torch.matmul(probabilities.to(value.dtype), value).flatten(1, 2).unsqueeze(2)
+
+
+def pooled_scores(probabilities: Tensor, value: Tensor, live: Tensor, scorer: str) -> Tensor:
+    """Head-pooled scores s [B, S], fp32, from probabilities [B, N, G, S] (SPEC: "s", D4, D21)."""
+    if scorer == "vnorm":
+        norm = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
+        alive = live.unsqueeze(1)
+        mean = torch.where(alive, norm, 0.0).sum(-1, keepdim=True) / alive.sum(-1, keepdim=True)
+        probabilities = probabilities * (torch.where(alive, norm, 0.0) / mean).unsqueeze(2)
+    scores = probabilities.mean(dim=(1, 2))
+    if scorer == "entropy":
+        entropy = -torch.special.xlogy(scores, scores).sum(-1, keepdim=True)
+        # One live token carries no information: its entropy and ln(1) are both 0, and so is its weight.
+        most = torch.log(live.sum(-1, keepdim=True).clamp(min=2))
+        scores = scores * (entropy / most)
+    return scores
+
+
+def enter(momentum: Tensor, positions: Tensor, free: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
+    """The state once the new token sits in the free slot, at the mean of the row's other live momenta (SPEC D2).
+
+    Args:
+        momentum: [B, S] fp32; -inf in dead slots, +inf in closed ones.
+        positions: [B, S] int64 true positions; -1 where no token is.
+        free: [B] int64, the slot the new token takes; what it held before counts as gone.
+        length: [B] int64, tokens the row has seen, which is the new token's position.
+
+    Returns:
+        momentum [B, S] and positions [B, S], new tensors.
+    """
+    slots = torch.arange(positions.size(1), device=positions.device)
+    taken = slots == free.unsqueeze(1)
+    others = (positions >= 0) & ~taken
+    mean = torch.where(others, momentum, 0.0).sum(-1, keepdim=True) / others.sum(-1, keepdim=True).clamp(min=1)
+    return torch.where(taken, mean, momentum), torch.where(taken, length.unsqueeze(1), positions)
+
+
+def next_free(momentum: Tensor, positions: Tensor, length: Tensor, protect_first: int, protect_recent: int) -> Tensor:
+    """The slot to overwrite next, [B] int64: a dead slot if there is one, else the smallest (momentum, position).
+
+    `length` is [B] int64, the new token's position. Dead slots carry momentum -inf and closed slots +inf, so both
+    fall into place by themselves; equal momentum lets the oldest position go (SPEC D7).
+    """
+    key = momentum
+    if protect_first or protect_recent:
+        held = (positions >= 0) & (
+            (positions < protect_first) | (positions > length.unsqueeze(1) - protect_recent)
+        )
+        key = torch.where(held, math.inf, momentum)
+    smallest = key == key.amin(-1, keepdim=True)
+    return torch.where(smallest, positions, _LAST).argmin(-1)

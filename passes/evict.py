@@ -1,0 +1,38 @@
+"""Replace the marker: choose the slot to overwrite next, and write the state back in place."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..kernels.reference import next_free
+from .graph_utils import PassResult, Rewrite
+
+
+def evict(rewrite: Rewrite) -> PassResult:
+    """Emit argmin by (momentum, position), dead slots first; erase the marker."""
+    marker, options = rewrite.marker, rewrite.options
+    rewrite.emit(
+        marker.node, _write_back, marker.momentum, marker.positions, marker.free, marker.length,
+        rewrite.momentum, marker.new_positions, options.protect_first, options.protect_recent,
+    )  # fmt: skip
+    rewrite.graph.erase_node(marker.node)
+    protected = f", sparing the first {options.protect_first} and the last {options.protect_recent} tokens"
+    if not options.protect_first and not options.protect_recent:
+        protected = ""
+    return PassResult("evict", (f"'{marker.free.name}' = argmin of (momentum, position){protected}",))
+
+
+def _write_back(
+    momentum: Tensor,
+    positions: Tensor,
+    free: Tensor,
+    length: Tensor,
+    new_momentum: Tensor,
+    new_positions: Tensor,
+    protect_first: int,
+    protect_recent: int,
+) -> Tensor:
+    free.copy_(next_free(new_momentum, new_positions, length, protect_first, protect_recent))
+    momentum.copy_(new_momentum)
+    positions.copy_(new_positions)
+    return length.add_(1)

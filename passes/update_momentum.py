@@ -1,0 +1,50 @@
+"""Chain the momentum through the scored layers: m = alpha m + (1 - alpha) s, in the cache's order (paper eq. 4)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .graph_utils import PassResult, Rewrite
+
+
+def update_momentum(rewrite: Rewrite) -> PassResult:
+    """Fill `rewrite.momentum` with the step's final momentum; dead and closed slots keep their marks."""
+    options, scores = rewrite.options, rewrite.scores
+    rewrite.momentum = rewrite.marker.new_momentum
+    if not scores:
+        return PassResult("update_momentum", (), ("no layer emits scores on this step: the momentum is frozen",))
+    layers = len(rewrite.sites)
+    time, weights = options.alpha_time, None
+    if options.last_layer_alone:
+        time = 0.0 if options.aggregator == "single_step" or time is None else time
+        rule, moved = f"m = {time} m + {1 - time} s of the last layer", rewrite.momentum
+        moved = rewrite.emit(scores[-1].next, _blend, moved, scores[-1], time, 1 - time)
+    elif options.aggregator == "cumulative":
+        rule, moved = "m = m + s per layer", rewrite.momentum
+        for score in scores:
+            moved = rewrite.emit(score.next, _blend, moved, score, 1.0, 1.0)
+    elif time is None and options.alpha_layer is None:
+        rule, moved = f"m = {options.alpha} m + {1 - options.alpha} s per layer", rewrite.momentum
+        for score in scores:
+            moved = rewrite.emit(score.next, _blend, moved, score, options.alpha, 1 - options.alpha)
+    else:
+        # Horner's scheme: sum_l w^(K-l) s_l, then one step of the filter over time.
+        weight = options.alpha if options.alpha_layer is None else options.alpha_layer
+        time = options.alpha**layers if time is None else time
+        weights = sum(weight**power for power in range(layers))
+        rule = f"m = {time} m + {1 - time} mean of s, layers weighted by {weight}^(K - l)"
+        total = scores[0]
+        for score in scores[1:]:
+            total = rewrite.emit(score.next, _blend, total, score, weight, 1.0)
+        moved = rewrite.emit(total.next, _blend, rewrite.momentum, total, time, (1 - time) / weights)
+    rewrite.momentum = rewrite.emit(moved.next, torch.where, rewrite.live, moved, rewrite.momentum)
+    return PassResult("update_momentum", (f"{len(scores)} of {layers} layers: {rule}",))
+
+
+def _blend(old: Tensor, new: Tensor, old_weight: float, new_weight: float) -> Tensor:
+    """old_weight * old + new_weight * new, without the products that change nothing. An old weight of 0 drops -inf * 0."""
+    if old_weight == 0:
+        return new * new_weight if new_weight != 1 else new
+    kept = old if old_weight == 1 else old * old_weight
+    return kept + (new if new_weight == 1 else new * new_weight)
