@@ -9,6 +9,7 @@ Shapes: B rows, H query heads, N key-value heads, G = H / N query heads per grou
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -19,28 +20,31 @@ NO_POSITION = -1
 _LAST = torch.iinfo(torch.int64).max
 
 
+def group_queries(query: Tensor, kv_heads: int) -> Tensor:
+    """[B, H, 1, D] -> [B, N, G, D]: the query heads that share a KV head side by side."""
+    return query.squeeze(2).unflatten(1, (kv_heads, -1))
+
+
 def attention_probabilities(query: Tensor, key: Tensor, mask: Tensor, scale: float, kv_heads: int) -> Tensor:
     """Softmax probabilities of the one query over the slots, grouped by KV head.
 
     Args:
         query: [B, H, 1, D], any float dtype.
         key: [B, N, S, D]; never expanded to the query heads.
-        mask: [B or 1, 1, 1, S]; bool (True = attend) or float (added to the logits).
+        mask: [B or 1, 1, 1, S] fp32, added to the logits: 0 where attended, -inf where not.
         scale: factor of the logits.
         kv_heads: N.
 
     Returns:
         [B, N, G, S] in fp32, whatever the inputs' dtype (SPEC D8); 0 at masked slots.
     """
-    grouped = query.squeeze(2).unflatten(1, (kv_heads, -1))
-    logits = torch.matmul(grouped, key.transpose(2, 3)).float() * scale
+    logits = torch.matmul(group_queries(query, kv_heads), key.transpose(2, 3)).float() * scale
     return torch.softmax(logits + mask, dim=-1)
 
 
 def slot_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, kv_heads: int) -> Tensor:
     """Attention of one query token over the slots: [B, H, 1, Dv] in the value's dtype. `mask` is additive, fp32."""
-    probabilities = attention_probabilities(query, key, mask, scale, kv_heads)
-    return _weighted_values(probabilities, value)
+    return _weighted_values(attention_probabilities(query, key, mask, scale, kv_heads), value)
 
 
 def scored_attention(
@@ -49,7 +53,8 @@ def scored_attention(
     """Attention of one query token over the slots, and the scores that fall out of it.
 
     Args:
-        query, key, value, mask, scale, kv_heads: as in :func:`attention_probabilities`; value is [B, N, S, Dv].
+        query, key, mask, scale, kv_heads: as in :func:`attention_probabilities`.
+        value: [B, N, S, Dv].
         live: [B, S] bool, slots that hold a token.
         scorer: "attention", "vnorm" or "entropy" (SPEC D21).
 
@@ -65,19 +70,25 @@ def _weighted_values(probabilities: Tensor, value: Tensor) -> Tensor:
     return torch.matmul(probabilities.to(value.dtype), value).flatten(1, 2).unsqueeze(2)
 
 
-def pooled_scores(probabilities: Tensor, value: Tensor, live: Tensor, scorer: str) -> Tensor:
+def total(tensor: Tensor) -> Tensor:
+    """Sum over the last dimension, kept as 1."""
+    return tensor.sum(-1, keepdim=True)
+
+
+def pooled_scores(
+    probabilities: Tensor, value: Tensor, live: Tensor, scorer: str, total: Callable[[Tensor], Tensor] = total
+) -> Tensor:
     """Head-pooled scores s [B, S], fp32, from probabilities [B, N, G, S] (SPEC: "s", D4, D21)."""
     if scorer == "vnorm":
-        norm = torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32)
         alive = live.unsqueeze(1)
-        mean = torch.where(alive, norm, 0.0).sum(-1, keepdim=True) / alive.sum(-1, keepdim=True)
-        probabilities = probabilities * (torch.where(alive, norm, 0.0) / mean).unsqueeze(2)
+        norm = torch.where(alive, torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32), 0.0)
+        mean = total(norm) / total(alive)
+        probabilities = probabilities * (norm / mean).unsqueeze(2)
     scores = probabilities.mean(dim=(1, 2))
     if scorer == "entropy":
-        entropy = -torch.special.xlogy(scores, scores).sum(-1, keepdim=True)
+        entropy = -total(torch.special.xlogy(scores, scores))
         # One live token carries no information: its entropy and ln(1) are both 0, and so is its weight.
-        most = torch.log(live.sum(-1, keepdim=True).clamp(min=2))
-        scores = scores * (entropy / most)
+        scores = scores * (entropy / torch.log(total(live).clamp(min=2)))
     return scores
 
 
@@ -96,7 +107,10 @@ def enter(momentum: Tensor, positions: Tensor, free: Tensor, length: Tensor) -> 
     slots = torch.arange(positions.size(1), device=positions.device)
     taken = slots == free.unsqueeze(1)
     others = (positions >= 0) & ~taken
-    mean = torch.where(others, momentum, 0.0).sum(-1, keepdim=True) / others.sum(-1, keepdim=True).clamp(min=1)
+    # Summed in fp64 on CPUs: see `inductor_cpu.total`.
+    wide = torch.float64 if momentum.device.type == "cpu" else torch.float32
+    mean = torch.where(others, momentum, 0.0).sum(-1, keepdim=True, dtype=wide).float()
+    mean = mean / others.sum(-1, keepdim=True).clamp(min=1)
     return torch.where(taken, mean, momentum), torch.where(taken, length.unsqueeze(1), positions)
 
 

@@ -10,24 +10,34 @@ import torch
 from torch import fx
 
 from .. import ops  # noqa: F401  (defines the operators named below)
-from ..kernels import reference
+from ..kernels import inductor_cpu, reference
 from .graph_utils import PassResult, Rewrite
 
-_LOWERINGS: dict[Any, Callable[..., Any]] = {
-    torch.ops.inertia_fx.scored_attention.default: reference.scored_attention,
-    torch.ops.inertia_fx.slot_attention.default: reference.slot_attention,
-}
+_SCORED, _UNSCORED = torch.ops.inertia_fx.scored_attention.default, torch.ops.inertia_fx.slot_attention.default
 
 
 def lower(rewrite: Rewrite) -> PassResult:
-    """Inline every operator of ours as the plain torch that defines it."""
+    """Inline every operator of ours as plain torch, in the form that the inner compiler makes the most of."""
+    kernels = inductor_cpu if _is_inductor_on_cpu(rewrite) else reference
+    form = kernels.__name__.rsplit(".", 1)[-1]
+    lowerings: dict[Any, Callable[..., Any]] = {_SCORED: kernels.scored_attention, _UNSCORED: kernels.slot_attention}
     matched = []
     for node in list(rewrite.graph.nodes):
-        if node.op == "call_function" and node.target in _LOWERINGS:
-            result = rewrite.emit(node, _LOWERINGS[node.target], *node.args)
-            matched.append(f"'{node.name}' -> aten")
+        if node.op == "call_function" and node.target in lowerings:
+            arguments = (*node.args, _is_half(rewrite)) if kernels is inductor_cpu else node.args
+            result = rewrite.emit(node, lowerings[node.target], *arguments)
+            matched.append(f"'{node.name}' -> aten ({form})")
             _replace(rewrite.graph, node, result)
     return PassResult("lower", tuple(matched))
+
+
+def _is_inductor_on_cpu(rewrite: Rewrite) -> bool:
+    keys = rewrite.marker.keys[0].meta["example_value"]
+    return rewrite.options.backend == "inductor" and keys.device.type == "cpu"
+
+
+def _is_half(rewrite: Rewrite) -> bool:
+    return rewrite.marker.keys[0].meta["example_value"].dtype.itemsize == 2
 
 
 def _replace(graph: fx.Graph, node: fx.Node, result: fx.Node | tuple[fx.Node, ...]) -> None:
