@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .config import Config
 from .errors import CacheError, UndoError, UnsupportedModelError
-from .kernels.reference import NO_POSITION, enter, next_free
+from .kernels.reference import NO_POSITION, enter, mean_momentum, next_free
 from .ops import retain
 
 DEAD, CLOSED = float("-inf"), float("inf")
@@ -231,8 +231,7 @@ class SlotCache:
             self._state = RetentionState(empty, empty.long(), start, start.clone())
             self._prompt, self._live, self._open = [0] * rows, [0] * rows, [0] * rows
         state = self._state
-        live = state.positions >= 0
-        mean = torch.where(live, state.momentum, 0.0).sum(-1, keepdim=True) / live.sum(-1, keepdim=True).clamp(min=1)
+        mean = mean_momentum(state.momentum, state.positions >= 0)
         index = real.long().cumsum(-1)
         state.momentum = torch.cat([state.momentum, torch.where(real, mean, CLOSED)], dim=1)
         state.positions = torch.cat(

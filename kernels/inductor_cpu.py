@@ -24,30 +24,43 @@ def total(tensor: Tensor) -> Tensor:
     return tensor.sum(-1, keepdim=True, dtype=torch.float64).float()
 
 
-def _probabilities(query: Tensor, key: Tensor, mask: Tensor, scale: float, kv_heads: int, half: bool) -> Tensor:
+def materialize(tensor: Tensor) -> Tensor:
+    """The tensor, computed once into memory: `as_strided` is a view that Inductor does not compute through.
+
+    Left to itself it would inline the query's rotary embedding, sines and all, into the loop over the slots.
+    """
+    tensor = tensor.contiguous()
+    return tensor.as_strided(tensor.size(), tensor.stride())
+
+
+def _exponentials(
+    query: Tensor, key: Tensor, mask: Tensor, scale: float, kv_heads: int, half: bool
+) -> tuple[Tensor, Tensor]:
+    """exp(logits - max) [B, N, G, S] and its sum over the slots [B, N, G, 1], both fp32."""
     grouped = group_queries(query, kv_heads)
     if half:
-        logits = (grouped.float().unsqueeze(3) * key.float().unsqueeze(2)).sum(-1)
+        grouped = materialize(grouped.float() * scale)
+        logits = (grouped.unsqueeze(3) * key.float().unsqueeze(2)).sum(-1)
     else:
-        logits = torch.matmul(grouped, key.transpose(2, 3)).float()
-    logits = logits * scale + mask
+        logits = torch.matmul(grouped, key.transpose(2, 3)).float() * scale
+    logits = logits + mask
     exponentials = torch.exp(logits - logits.amax(-1, keepdim=True))
-    return exponentials / total(exponentials)
+    return exponentials, total(exponentials)
 
 
-def _weighted_values(probabilities: Tensor, value: Tensor, half: bool) -> Tensor:
+def _output(exponentials: Tensor, sums: Tensor, value: Tensor, half: bool) -> Tensor:
     if half:
-        output = (probabilities.unsqueeze(4) * value.float().unsqueeze(2)).sum(3, dtype=torch.float64).to(value.dtype)
+        weighted = (exponentials.unsqueeze(4) * value.float().unsqueeze(2)).sum(3, dtype=torch.float64).float()
     else:
-        output = torch.matmul(probabilities.to(value.dtype), value)
-    return output.flatten(1, 2).unsqueeze(2)
+        weighted = torch.matmul(exponentials, value.float())
+    return (weighted / sums).to(value.dtype).flatten(1, 2).unsqueeze(2)
 
 
 def slot_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, kv_heads: int, half: bool
 ) -> Tensor:
     """As :func:`reference.slot_attention`; `half` says whether K and V are in half precision."""
-    return _weighted_values(_probabilities(query, key, mask, scale, kv_heads, half), value, half)
+    return _output(*_exponentials(query, key, mask, scale, kv_heads, half), value, half)
 
 
 def scored_attention(
@@ -62,5 +75,6 @@ def scored_attention(
     half: bool,
 ) -> tuple[Tensor, Tensor]:
     """As :func:`reference.scored_attention`; `half` says whether K and V are in half precision."""
-    probabilities = _probabilities(query, key, mask, scale, kv_heads, half)
-    return _weighted_values(probabilities, value, half), pooled_scores(probabilities, value, live, scorer, total)
+    exponentials, sums = _exponentials(query, key, mask, scale, kv_heads, half)
+    scores = pooled_scores(exponentials / sums, value, live, scorer, total)
+    return _output(exponentials, sums, value, half), scores

@@ -92,6 +92,18 @@ def pooled_scores(
     return scores
 
 
+def mean_momentum(momentum: Tensor, live: Tensor) -> Tensor:
+    """Mean of the live momenta, [B, 1] fp32; 0 where nothing is live.
+
+    Summed in fp64 (where the device has it): a token that enters at the mean leaves the mean as it is, so the next
+    ones enter with *equal* momentum, and the tie must not be broken by rounding (SPEC D7). It also spares the CPU's
+    compiled step a guard, see `inductor_cpu.total`.
+    """
+    wide = torch.float32 if momentum.device.type == "mps" else torch.float64
+    mean = torch.where(live, momentum, 0.0).sum(-1, keepdim=True, dtype=wide) / live.sum(-1, keepdim=True).clamp(min=1)
+    return mean.float()
+
+
 def enter(momentum: Tensor, positions: Tensor, free: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
     """The state once the new token sits in the free slot, at the mean of the row's other live momenta (SPEC D2).
 
@@ -107,10 +119,7 @@ def enter(momentum: Tensor, positions: Tensor, free: Tensor, length: Tensor) -> 
     slots = torch.arange(positions.size(1), device=positions.device)
     taken = slots == free.unsqueeze(1)
     others = (positions >= 0) & ~taken
-    # Summed in fp64 on CPUs: see `inductor_cpu.total`.
-    wide = torch.float64 if momentum.device.type == "cpu" else torch.float32
-    mean = torch.where(others, momentum, 0.0).sum(-1, keepdim=True, dtype=wide).float()
-    mean = mean / others.sum(-1, keepdim=True).clamp(min=1)
+    mean = mean_momentum(momentum, others)
     return torch.where(taken, mean, momentum), torch.where(taken, length.unsqueeze(1), positions)
 
 

@@ -105,7 +105,7 @@ def find_attention(rewrite: Rewrite) -> PassResult:
             continue
         reached = [layer_of[up] for up in ancestors(node) if up in layer_of and _feeds(node, up)]
         try:
-            candidate = _read(node)
+            candidate = _read(node, marker)
             root = unwrap_repeat(candidate.key)
             if root not in layer_of:
                 raise _Refusal("its keys are not a slot buffer of the cache, but computed by " + _describe(root))
@@ -164,8 +164,8 @@ def _describe(node: Any) -> str:
 # ---------------------------------------------------------------------- reading
 
 
-def _read(node: fx.Node) -> _Candidate:
-    return _read_sdpa(node) if calls(node, "", F.scaled_dot_product_attention) else _read_softmax(node)
+def _read(node: fx.Node, marker: Marker) -> _Candidate:
+    return _read_sdpa(node) if calls(node, "", F.scaled_dot_product_attention) else _read_softmax(node, marker)
 
 
 def _read_sdpa(node: fx.Node) -> _Candidate:
@@ -188,18 +188,21 @@ def _read_sdpa(node: fx.Node) -> _Candidate:
     )
 
 
-def _read_softmax(node: fx.Node) -> _Candidate:
+def _read_softmax(node: fx.Node, marker: Marker) -> _Candidate:
     if argument(node, 1, "dim") not in (-1, 3):
         raise _Refusal("its softmax does not run over the last dimension")
     logits = unwrap_cast(node.args[0])
     masks = []
     while calls(logits, "add", operator.add, torch.add):
-        # The summand that leads to a matmul is the logits, the other one the mask.
+        # The summand that is computed from a slot buffer is the logits, the other one the mask.
         left, right = (unwrap_cast(side) for side in logits.args[:2])
-        logits, mask = (left, right) if _leads_to_matmul(left) else (right, left)
+        logits, mask = (left, right) if _reads(left, marker) else (right, left)
         masks.append(mask)
     if len(masks) != 1:
-        raise _Refusal(f"{len(masks)} tensors are added to its logits where the mask alone was expected")
+        raise _Refusal(
+            f"{len(masks)} tensors are added to its logits where the mask alone was expected;"
+            f" beneath them is {_describe(logits)}"
+        )
     scale: Any = 1.0
     if calls(logits, "mul", operator.mul, torch.mul):
         logits, scale = logits.args[:2]
@@ -235,14 +238,9 @@ def _read_softmax(node: fx.Node) -> _Candidate:
         output = user
 
 
-def _leads_to_matmul(node: Any) -> bool:
-    node = unwrap_cast(node)
-    while calls(node, "mul", operator.mul, torch.mul) or calls(node, "div", operator.truediv, torch.div):
-        sides = [unwrap_cast(side) for side in node.args[:2] if isinstance(side, fx.Node)]
-        if not sides:
-            return False
-        node = next((side for side in sides if calls(side, "matmul", torch.matmul, operator.matmul)), sides[0])
-    return calls(node, "matmul", torch.matmul, operator.matmul)
+def _reads(node: Any, marker: Marker) -> bool:
+    """Whether a node is computed from a slot buffer."""
+    return isinstance(node, fx.Node) and any(up in marker.keys or up in marker.values for up in ancestors(node))
 
 
 # ---------------------------------------------------------------------- checking
@@ -280,9 +278,64 @@ def _check_mask(mask: Any, marker: Marker) -> fx.Node:
             " would be wrong once slots are not in text order",
             PositionBiasError,
         )
-    if not any(node in marker.state for node in sources):
-        raise _Refusal("its mask does not depend on the retention state, so it would attend to dead slots")
     shape = shape_of(mask)
     if shape is None or len(shape) != 4 or shape[1] != 1 or shape[2] != 1:
         raise _Refusal(f"its mask has shape {shape} where [batch, 1, 1, slots] was expected")
+    _check_mask_by_running(mask, marker)
     return mask
+
+
+def _check_mask_by_running(mask: fx.Node, marker: Marker) -> None:
+    """Run the mask's own part of the graph on a small state: it must hide the slots without a token, and only those.
+
+    The state is such that slot order is not text order, so a window, a causal rule or a bias by position shows.
+    """
+    slots = 8
+    batch = shape_of(marker.free)
+    rows = 1 if batch is None else int(batch[0])
+    positions = torch.tensor([[40, -1, 3, 0, 41, 7, -1, 39]]).repeat(rows, 1)
+    values: dict[fx.Node, Any] = {
+        marker.positions: positions,
+        marker.momentum: torch.where(positions < 0, -math.inf, 0.5),
+        marker.free: torch.full((rows,), 1),
+        marker.length: torch.full((rows,), 42),
+    }
+    symbol = str((shape_of(marker.positions) or (None, None))[1])
+    needed = {*ancestors(mask), *ancestors(marker.new_positions)}
+    for node in mask.graph.nodes:
+        if node not in needed or node in values:
+            continue
+        if node.op == "placeholder":
+            size = node.meta.get("example_value")
+            if not isinstance(size, (int, torch.SymInt)):
+                raise _Refusal(f"its mask depends on '{node.name}', which is not part of the retention state")
+            values[node] = slots if str(size) == symbol else int(size)
+            continue
+        try:
+            values[node] = _run(node, values)
+        except Exception as failure:
+            raise _Refusal(f"its mask could not be checked at '{node.name}': {failure}") from failure
+    shown = values[mask].cpu()
+    expect = (values[marker.new_positions] >= 0)[:, None, None, :].cpu()
+    if shown.dtype == torch.bool:
+        right = torch.equal(shown.expand_as(expect), expect)
+    else:
+        hidden = torch.where(expect, shown, 0)
+        right = bool((hidden == 0).all()) and bool((torch.where(expect, -math.inf, shown.float()) < -1e4).all())
+    if not right:
+        raise _Refusal(
+            "its mask is not the liveness of the slots (tried on a small state): a window, a causal rule or a bias that"
+            " depends on positions, or no mask at all"
+        )
+
+
+def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+    args = fx.node.map_arg(node.args, values.__getitem__)
+    kwargs = dict(fx.node.map_arg(node.kwargs, values.__getitem__))
+    if "device" in kwargs:
+        kwargs["device"] = "cpu"
+    with torch.no_grad():
+        if node.op == "call_method":
+            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
+        assert node.op == "call_function" and callable(node.target), f"a node of kind {node.op}"
+        return node.target(*args, **kwargs)

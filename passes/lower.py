@@ -14,6 +14,8 @@ from ..kernels import inductor_cpu, reference
 from .graph_utils import PassResult, Rewrite
 
 _SCORED, _UNSCORED = torch.ops.inertia_fx.scored_attention.default, torch.ops.inertia_fx.slot_attention.default
+_MASK = 3
+"""Place of the mask among both operators' arguments."""
 
 
 def lower(rewrite: Rewrite) -> PassResult:
@@ -22,12 +24,19 @@ def lower(rewrite: Rewrite) -> PassResult:
     form = kernels.__name__.rsplit(".", 1)[-1]
     lowerings: dict[Any, Callable[..., Any]] = {_SCORED: kernels.scored_attention, _UNSCORED: kernels.slot_attention}
     matched = []
+    masks: dict[fx.Node, fx.Node] = {}
     for node in list(rewrite.graph.nodes):
-        if node.op == "call_function" and node.target in lowerings:
-            arguments = (*node.args, _is_half(rewrite)) if kernels is inductor_cpu else node.args
-            result = rewrite.emit(node, lowerings[node.target], *arguments)
-            matched.append(f"'{node.name}' -> aten ({form})")
-            _replace(rewrite.graph, node, result)
+        if node.op != "call_function" or node.target not in lowerings:
+            continue
+        arguments = node.args
+        if kernels is inductor_cpu:
+            mask = arguments[_MASK]
+            if mask not in masks:  # computed once for all layers and heads, not once per element of every loop
+                masks[mask] = rewrite.emit(node, inductor_cpu.materialize, mask)
+            arguments = (*arguments[:_MASK], masks[mask], *arguments[_MASK + 1 :], _is_half(rewrite))
+        result = rewrite.emit(node, lowerings[node.target], *arguments)
+        matched.append(f"'{node.name}' -> aten ({form})")
+        _replace(rewrite.graph, node, result)
     return PassResult("lower", tuple(matched))
 
 

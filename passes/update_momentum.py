@@ -18,14 +18,14 @@ def update_momentum(rewrite: Rewrite) -> PassResult:
     time, weights = options.alpha_time, None
     if options.last_layer_alone:
         time = 0.0 if options.aggregator == "single_step" or time is None else time
-        rule, moved = f"m = {time} m + {1 - time} s of the last layer", rewrite.momentum
+        rule, moved = f"m = {time:.6g} m + {1 - time:.6g} s of the last layer", rewrite.momentum
         moved = rewrite.emit(scores[-1].next, _blend, moved, scores[-1], time, 1 - time)
     elif options.aggregator == "cumulative":
         rule, moved = "m = m + s per layer", rewrite.momentum
         for score in scores:
             moved = rewrite.emit(score.next, _blend, moved, score, 1.0, 1.0)
     elif time is None and options.alpha_layer is None:
-        rule, moved = f"m = {options.alpha} m + {1 - options.alpha} s per layer", rewrite.momentum
+        rule, moved = f"m = {options.alpha:.6g} m + {1 - options.alpha:.6g} s per layer", rewrite.momentum
         for score in scores:
             moved = rewrite.emit(score.next, _blend, moved, score, options.alpha, 1 - options.alpha)
     else:
@@ -33,7 +33,7 @@ def update_momentum(rewrite: Rewrite) -> PassResult:
         weight = options.alpha if options.alpha_layer is None else options.alpha_layer
         time = options.alpha**layers if time is None else time
         weights = sum(weight**power for power in range(layers))
-        rule = f"m = {time} m + {1 - time} mean of s, layers weighted by {weight}^(K - l)"
+        rule = f"m = {time:.6g} m + {1 - time:.6g} mean of s, layers weighted by {weight:.6g}^(K - l)"
         total = scores[0]
         for score in scores[1:]:
             total = rewrite.emit(score.next, _blend, total, score, weight, 1.0)

@@ -197,7 +197,8 @@ class Reference:
 
 
 def _mean(values: list[float]) -> float:
-    return float(torch.tensor(values, dtype=torch.float32).mean()) if values else 0.0
+    """The exact mean, rounded once to fp32, so that tokens entering one after another at an unchanged mean tie (D7)."""
+    return float(torch.tensor(math.fsum(values) / len(values), dtype=torch.float32)) if values else 0.0
 
 
 def decode(model: Any, prompt: list[int], steps: int, **settings: Any) -> Trace:

@@ -1,0 +1,218 @@
+"""A decoder in plain torch (no transformers) over a SlotCache, its attention spelled in every way we match or refuse."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from inertia_fx.cache import Entry, SlotCache
+
+HEADS, KV_HEADS, WIDTH = 4, 2, 8
+SCALE = 1 / math.sqrt(WIDTH)
+
+
+def repeat(x: Tensor) -> Tensor:
+    rows, heads, slots, width = x.shape
+    return x[:, :, None, :, :].expand(rows, heads, HEADS // heads, slots, width).reshape(rows, HEADS, slots, width)
+
+
+def minimum(live: Tensor) -> Tensor:
+    return torch.where(live, 0.0, torch.finfo(torch.float32).min)
+
+
+def sdpa_gqa(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=live, enable_gqa=True)
+
+
+def sdpa_repeat(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, repeat(k), repeat(v), live, 0.0, False, scale=SCALE)
+
+
+def sdpa_interleave(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    k, v = k.repeat_interleave(HEADS // KV_HEADS, dim=1), torch.repeat_interleave(v, HEADS // KV_HEADS, dim=1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=minimum(live), scale=SCALE)
+
+
+def softmax_chain(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    logits = torch.matmul(q, repeat(k).transpose(2, 3)) * SCALE
+    weights = F.softmax(logits + minimum(live), dim=-1, dtype=torch.float32).to(q.dtype)
+    weights = F.dropout(weights, p=0.1, training=False)
+    return torch.matmul(weights, repeat(v))
+
+
+def softmax_divided(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    logits = minimum(live) + (q @ repeat(k).mT) / math.sqrt(WIDTH)
+    return logits.float().softmax(-1).type_as(v) @ repeat(v)
+
+
+MATCHED: dict[str, Callable[..., Tensor]] = {
+    function.__name__: function
+    for function in (sdpa_gqa, sdpa_repeat, sdpa_interleave, softmax_chain, softmax_divided)
+}
+
+
+def no_mask(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def constant_mask(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=torch.ones_like(live), enable_gqa=True)
+
+
+def window(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    """The last four slots only: as if slots were in text order."""
+    near = torch.arange(k.shape[2]) >= k.shape[2] - 4
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=live & near, enable_gqa=True)
+
+
+def alibi_of_constants(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    bias = minimum(live) - 0.1 * torch.arange(k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    bias = minimum(live) + extra["slope"] * torch.arange(k.shape[2])
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+
+
+def alibi_in_softmax(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    logits = q @ repeat(k).mT * SCALE + extra["slope"] * torch.arange(k.shape[2]) + minimum(live)
+    return F.softmax(logits, -1) @ repeat(v)
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True) + 0 * live.sum()
+
+
+def dropout(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=live, dropout_p=0.1, enable_gqa=True)
+
+
+def dropout_in_softmax(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    weights = F.softmax(q @ repeat(k).mT * SCALE + minimum(live), -1)
+    return F.dropout(weights, 0.1, training=True) @ repeat(v)
+
+
+def softcap(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    logits = torch.tanh(q @ repeat(k).mT * SCALE / 30) * 30
+    return F.softmax(logits + minimum(live), -1) @ repeat(v)
+
+
+def sinks(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    logits = q @ repeat(k).mT * SCALE + minimum(live)
+    logits = torch.cat([logits, logits.new_zeros(logits.shape[:3] + (1,))], dim=-1)
+    return F.softmax(logits, -1)[..., :-1] @ repeat(v)
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    """Heads tiled 0 1 0 1 instead of repeated 0 0 1 1: another grouping of the query heads."""
+    k, v = k.repeat(1, HEADS // KV_HEADS, 1, 1), v.repeat(1, HEADS // KV_HEADS, 1, 1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=live)
+
+
+def tiled_by_reshape(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    rows, heads, slots, width = k.shape
+    k, v = (x[:, None].expand(rows, HEADS // heads, heads, slots, width).reshape(rows, HEADS, slots, width) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=live)
+
+
+def latent(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, F.linear(k, extra["up"]), v, attn_mask=live, enable_gqa=True)
+
+
+def doubled_values(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v * 2, attn_mask=live, enable_gqa=True)
+
+
+def twice(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    first = F.scaled_dot_product_attention(q, k, v, attn_mask=live, enable_gqa=True)
+    return F.scaled_dot_product_attention(first, k, v, attn_mask=live, enable_gqa=True)
+
+
+def per_head_mask(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=live.expand(-1, HEADS, -1, -1), enable_gqa=True)
+
+
+def squared_weights(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    weights = F.softmax(q @ repeat(k).mT * SCALE + minimum(live), -1)
+    return (weights * weights) @ repeat(v)
+
+
+def not_attention(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return (k.mean(2, keepdim=True) + v.mean(2, keepdim=True)).repeat(1, HEADS // KV_HEADS, 1, 1) * q
+
+
+REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
+    function.__name__: (function, reason)
+    for function, reason in (
+        (no_mask, "it has no mask"),
+        (constant_mask, "not the liveness"),
+        (window, "not the liveness"),
+        (alibi_of_constants, "not the liveness"),
+        (alibi, "a bias by position"),
+        (alibi_in_softmax, "2 tensors are added to its logits"),
+        (causal, "is_causal=True"),
+        (dropout, "it drops attention weights"),
+        (dropout_in_softmax, "it drops attention weights"),
+        (softcap, "tanh"),
+        (sinks, "cat"),
+        (tiled, "its keys are not a slot buffer of the cache, but computed by repeat"),
+        (tiled_by_reshape, "its keys are not a slot buffer of the cache, but computed by reshape"),
+        (latent, "its keys are not a slot buffer of the cache, but computed by linear"),
+        (doubled_values, "its values are not the slot buffer of layer 0"),
+        (twice, "a second attention reads the keys"),
+        (per_head_mask, "its mask has shape"),
+        (squared_weights, "its weights"),
+        (not_attention, "leads to no attention"),
+    )
+}
+
+
+class PlainDecoder(nn.Module):
+    """Embedding, `layers` attention blocks with residuals, and a head. No positions: attention is by content alone."""
+
+    def __init__(self, attention: Callable[..., Tensor] = sdpa_gqa, layers: int = 2, vocabulary: int = 50) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        width = HEADS * WIDTH
+        self.attention = attention
+        self.embed = nn.Embedding(vocabulary, width)
+        self.qkv = nn.ModuleList(nn.Linear(width, (HEADS + 2 * KV_HEADS) * WIDTH) for _ in range(layers))
+        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, vocabulary)
+        self.slope = nn.Parameter(torch.tensor(-0.1))
+        self.up = nn.Parameter(torch.eye(WIDTH))
+
+    def blocks(self, tokens: Tensor, attend: Callable[..., Tensor], cache: SlotCache) -> Tensor:
+        x = self.embed(tokens) * 2
+        for layer, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
+            heads = qkv(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
+            q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+            keys, values = cache.update(k, v, layer)
+            x = x + out(attend(q, keys, values).transpose(1, 2).flatten(2))
+        return self.head(x)
+
+    @torch.no_grad()
+    def prompt(self, tokens: Tensor, cache: SlotCache) -> Tensor:
+        """[B, T] tokens -> [B, vocabulary], the last token's logits."""
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+        with cache.prompt(*tokens.shape):
+            return self.blocks(tokens, attend, cache)[:, -1]
+
+    def step(self, tokens: Tensor, cache: SlotCache) -> Tensor:
+        """One decode step, as a user would hand it to torch.compile: [B, 1] tokens -> [B, vocabulary]."""
+        entry: Entry = cache.enter()
+        live = entry.live[:, None, None, :]
+        extra = {"slope": self.slope, "up": self.up}
+        logits = self.blocks(tokens, lambda q, k, v: self.attention(q, k, v, live, extra), cache)[:, -1]
+        cache.leave(entry)
+        return logits
