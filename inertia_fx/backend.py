@@ -20,7 +20,8 @@ from .config import Config
 from .errors import ConfigError
 from .passes import Rewrite, find_marker, run_passes
 
-_HOST_ONLY = ("ratio", "budget", "min_budget", "refresh_every", "evict_after", "pool_width")
+_GRAPH = ("alpha", "alpha_time", "alpha_layer", "aggregator", "scorer")
+_HOST_ONLY = tuple(field.name for field in dataclasses.fields(Config) if field.name not in _GRAPH)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,7 @@ class BackendOptions:
     """What is compiled into a decode graph.
 
     Args:
-        alpha, alpha_time, alpha_layer, aggregator, scorer, protect_first, protect_recent: as in `Config`.
+        alpha, alpha_time, alpha_layer, aggregator, scorer: as in `Config`.
         score: False compiles a step that leaves the momentum alone (Lazy's and Score-Free's other steps).
         backend: inner compiler, a name that torch.compile knows or a callable ``(gm, inputs) -> callable``.
         mode, options: Inductor's, as in torch.compile.
@@ -40,8 +41,6 @@ class BackendOptions:
     alpha_layer: float | None = None
     aggregator: str = "ema"
     scorer: str = "attention"
-    protect_first: int = 0
-    protect_recent: int = 0
     score: bool = True
     backend: str | Callable[..., Any] = "inductor"
     mode: str | None = None
@@ -78,9 +77,6 @@ class BackendOptions:
             alpha_layer=checked.alpha_layer,
             aggregator=checked.aggregator,  # type: ignore[arg-type]
             scorer=checked.scorer,  # type: ignore[arg-type]
-            protect_first=checked.protect_first,
-            protect_recent=checked.protect_recent,
-            min_budget=max(1, checked.protect_first + checked.protect_recent),
         )
         check_inner(checked.backend, checked.mode, checked.options)
         return checked

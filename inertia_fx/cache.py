@@ -189,19 +189,34 @@ class SlotCache:
         """
         self._require_idle()
         self._require_rows(rows)
+        restore = self._snapshot()
         if self._phase == "slots":
             self._to_columns()
-        before = self._columns
         self._mode = "prompt"
         try:
             yield
-            self._require_columns(before + tokens)
+            self._require_columns(self._columns + tokens)
         except BaseException:
-            self._truncate(before)
+            restore()
             raise
         finally:
             self._mode = "idle"
         self._join(rows, tokens, padding)
+
+    def _snapshot(self) -> Callable[[], None]:
+        """A function that puts the buffers and the state back. Prompts replace tensors and never write into them."""
+        held = [(layer, layer.keys, layer.values) for layer in self.layers]
+        phase, columns, room = self._phase, self._columns, list(self._open)
+        state = None if self._state is None else dataclasses.replace(self._state)
+
+        def restore() -> None:
+            for layer in self.layers:
+                layer.keys = layer.values = None
+            for layer, keys, values in held:
+                layer.keys, layer.values = keys, values
+            self._phase, self._columns, self._open, self._state = phase, columns, room, state
+
+        return restore
 
     def _require_columns(self, columns: int) -> None:
         for index, layer in enumerate(self.layers):
@@ -211,14 +226,6 @@ class SlotCache:
                     f"Layer {index} cached {held} tokens where {columns} were expected: the model does not cache"
                     " every token in every layer (shared or sliding key-value layers). Use the uncompiled model."
                 )
-
-    def _truncate(self, columns: int) -> None:
-        for layer in self.layers:
-            if columns == 0:
-                layer.keys = layer.values = None
-            elif layer.keys.shape[2] > columns:
-                layer.keys = layer.keys[:, :, :columns].clone()
-                layer.values = layer.values[:, :, :columns].clone()
 
     def _join(self, rows: int, tokens: int, padding: Tensor | None) -> None:
         """The prompt's tokens join at the mean of the row's live momenta (0 for a first prompt), at their positions."""
@@ -321,7 +328,7 @@ class SlotCache:
 
     def leave(self, entry: Entry) -> None:
         """Traced, at the end of a step: the marker. Writes the state back and chooses the slot to overwrite next."""
-        assert self._state is not None
+        assert self._state is not None and self.config is not None
         state = self._state
         retain(
             state.momentum,
@@ -332,27 +339,25 @@ class SlotCache:
             entry.positions,
             [layer.keys for layer in self.layers],
             [layer.values for layer in self.layers],
+            self.config.protect_first,
+            self.config.protect_recent,
         )
 
     def _make_room(self) -> None:
         assert self.config is not None and self._state is not None
         if self._phase == "prompt":
-            # Step 1: the columns become slots, with room for the steps before the first eviction. After a failed
-            # prompt the eviction may have begun already; then one dead slot per row is the steady state.
-            room = max(1, self.config.evict_after - self._steps)
+            # Step 1: the columns become slots, with room for the steps up to the first eviction.
+            room = self.config.evict_after
             self._open = [live + room for live in self._live]
             self._extend(room, [True] * self.rows)
             self._phase = "slots"
-            return
+
+    def _grow(self) -> None:
+        """More slots where a row is full but below its budget, so that every row always has one that may be taken."""
         limits = [budget + 1 for budget in self.budget]
-        short = [
-            self._steps >= self.config.evict_after and live == room < limit
-            for live, room, limit in zip(self._live, self._open, limits, strict=True)
-        ]
-        if any(short):
-            room = min(max(_GROWTH, self.slots // 8), max(limits) - self.slots)
-            room = max(room, 1)
-            self._extend(room, short)
+        full = [live == room < limit for live, room, limit in zip(self._live, self._open, limits, strict=True)]
+        if any(full):
+            self._extend(min(max(_GROWTH, self.slots // 8), max(limits) - self.slots), full)
 
     def _count_step(self) -> None:
         assert self.config is not None and self._state is not None
@@ -372,6 +377,8 @@ class SlotCache:
             if over[row]:
                 self._evicting[row] = True
                 self._live[row] = budget
+        if self._steps >= evict_after:
+            self._grow()
 
     def _pool(self, first: list[bool]) -> None:
         """Momentum becomes the largest within (pool_width - 1) / 2 places in position order (SPEC D19), in these rows."""

@@ -38,7 +38,7 @@ def main() -> None:
 
 def demo(
     model: Annotated[
-        str | None, typer.Option(help="A folder or hub name. [default: SmolLM2-135M, fetched once]")
+        str | None, typer.Option(help="A folder or hub name; without it SmolLM2-135M, fetched once.")
     ] = None,
     ratio: Annotated[float, typer.Option(help="Fraction of the prompt's cached tokens that is evicted.")] = 0.9,
     alpha: Annotated[float, typer.Option(help="Weight of the old momentum.")] = 0.8,
@@ -53,7 +53,7 @@ def demo(
     """Hide a number in a long text and ask for it: with the full cache, and with most of it evicted."""
     with _errors():
         config = demonstration.check(ratio=ratio, alpha=alpha, tokens=tokens, backend=backend, picture=picture)
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = _device()
         dtype = demonstration.sensible_dtype(device)
         with _stages() as begin:
             loaded, tokenizer = models.load(model, dtype, begin)
@@ -81,7 +81,7 @@ def _table(result: demonstration.Result, *, unicode: bool) -> Table:
     marks = ("✓", "✗") if unicode else ("right:", "wrong:")
     for label, run in (("full cache", result.full), ("inertia_fx", result.inertia)):
         said = " ".join(run.answer.split())
-        said = said if len(said) <= 17 else said[:14] + "..."
+        said = said if len(said) <= 17 else said[:14].rstrip() + "..."
         answer = f"{marks[0]} {demonstration.NUMBER}" if run.right else f"{marks[1]} {said}"
         measured = (f"{run.cached:,}", f"{run.nbytes / 2**20:,.1f}", f"{run.ms:.1f}", f"{run.compile_seconds:.0f}")
         table.add_row(label, Text(answer), *measured)
@@ -90,7 +90,7 @@ def _table(result: demonstration.Result, *, unicode: bool) -> Table:
 
 def explain(
     model: Annotated[
-        str | None, typer.Option(help="A folder or hub name. [default: SmolLM2-135M, fetched once]")
+        str | None, typer.Option(help="A folder or hub name; without it SmolLM2-135M, fetched once.")
     ] = None,
     graph: Annotated[bool, typer.Option(help="Show the first layer's attention before and after.")] = True,
     dump: Annotated[
@@ -107,26 +107,33 @@ def explain(
             raise ConfigError(f"dump={dump} is a file: pass a folder, it is made if missing.")
         with _stages() as begin:
             source = models.locate(model, begin)
-            loaded = models.load_model(source, demonstration.sensible_dtype("cpu"), begin, attn, layers)
+            device = _device()
+            loaded = models.load_model(source, demonstration.sensible_dtype(device), begin, attn, layers).to(device)
             begin("tracing one decode step")
+            found, refused = None, None
             try:
                 found = explanation.explain(loaded)
             except UnsupportedModelError as refusal:
                 refused = refusal
-                found = None
-        console = Console()
         lines = [f"{type(loaded).__name__}, attention {loaded.config._attn_implementation}", ""]
-        lines += _refusal(refused) if found is None else [explanation.report(result) for result in found.results]
-        if found is not None and dump is not None:
-            lines += ["", f"The whole report and both graphs: {found.dump(dump)}"]
-        if found is not None and graph:
-            for title, part in explanation.excerpts(found):
-                lines += ["", f"# {title}", *part]
-            size = found.after.count("\n")
-            lines += ["", f"# These are excerpts of a graph of {size:,} lines; --dump FOLDER writes all of it."]
-        console.print(Text("\n".join(lines)), soft_wrap=True)
-        if found is None:
+        if refused is not None:
+            lines += _refusal(refused)
+        if found is not None:
+            lines += [explanation.report(result) for result in found.results]
+            if dump is not None:
+                lines += ["", f"The whole report and both graphs: {found.dump(dump)}"]
+            if graph:
+                for title, part in explanation.excerpts(found):
+                    lines += ["", f"# {title}", *part]
+                size = found.after.count("\n")
+                lines += ["", f"# These are excerpts of a graph of {size:,} lines; --dump FOLDER writes all of it."]
+        Console().print(Text("\n".join(lines)), soft_wrap=True)
+        if refused is not None:
             raise typer.Exit(1)
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _refusal(error: UnsupportedModelError) -> list[str]:

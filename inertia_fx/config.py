@@ -121,8 +121,6 @@ class Config:
             "alpha_layer": self.alpha_layer,
             "aggregator": self.aggregator,
             "scorer": self.scorer,
-            "protect_first": self.protect_first,
-            "protect_recent": self.protect_recent,
             "score": score,
         }
 

@@ -79,7 +79,7 @@ def _as_written(line: str) -> str:
     """Indexing as one would write it, and a long list of nodes by its ends."""
     line = line.replace("slice(None, None, None)", ":").replace("Ellipsis", "...")
     line = re.sub(r"\[\(([^()]*)\)\]", r"[\1]", line)
-    return re.sub(r"\[(\w+), (?:\w+, ){2,}(\w+)\]", r"[\1, ..., \2]", line)
+    return re.sub(r"\[(l_\w+), (?:\w+, ){2,}(\w+)\]", r"[\1, ..., \2]", line)
 
 
 def _assigned(line: str) -> str:

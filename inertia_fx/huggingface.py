@@ -210,11 +210,9 @@ class Runtime:
 
     def step(self, config: Config, score: bool) -> Any:
         """The compiled decode step for these settings, with or without scores."""
-        options = config.graph_options(score=score and config.aggregator is not None)
-        if not score:
-            # Without scores nothing but the protection is left in the graph: share it.
-            options = {name: options[name] for name in ("protect_first", "protect_recent", "score")}
-        key = tuple(sorted(options.items(), key=lambda item: item[0]))
+        # Without scores no setting is left in the graph: one step serves them all.
+        options = config.graph_options(score=True) if score else {"score": False}
+        key = tuple(options.items())
         if key not in self.steps:
             self.steps[key] = torch.compile(
                 _own_code(_decode), backend=inertia, fullgraph=True, options=options | dict(self.compiler)

@@ -23,6 +23,8 @@ def retain(
     new_positions: Tensor,
     keys: list[Tensor],
     values: list[Tensor],
+    protect_first: int,
+    protect_recent: int,
 ) -> None:
     """Write the state back and choose the slot to overwrite next: (momentum, position) smallest, dead slots first.
 
@@ -33,15 +35,16 @@ def retain(
         length: [B] int64, tokens seen, mutated (+1).
         new_momentum, new_positions: [B, S], the state with the new token in it.
         keys, values: each layer's slot buffers in model order; unused here, they tell the passes what to look for.
+        protect_first, protect_recent: tokens at either end of the text that are never chosen.
     """
-    free.copy_(reference.next_free(new_momentum, new_positions, length, 0, 0))
+    free.copy_(reference.next_free(new_momentum, new_positions, length, protect_first, protect_recent))
     momentum.copy_(new_momentum)
     positions.copy_(new_positions)
     length.add_(1)
 
 
 @retain.register_fake
-def _(momentum, positions, free, length, new_momentum, new_positions, keys, values):  # type: ignore[no-untyped-def]
+def _(momentum, positions, free, length, new_momentum, new_positions, keys, values, protect_first, protect_recent):  # type: ignore[no-untyped-def]
     return None
 
 

@@ -10,14 +10,14 @@ from .graph_utils import PassResult, Rewrite
 
 def evict(rewrite: Rewrite) -> PassResult:
     """Emit argmin by (momentum, position), dead slots first; erase the marker."""
-    marker, options = rewrite.marker, rewrite.options
+    marker = rewrite.marker
     rewrite.emit(
         marker.node, _write_back, marker.momentum, marker.positions, marker.free, marker.length,
-        rewrite.momentum, marker.new_positions, options.protect_first, options.protect_recent,
+        rewrite.momentum, marker.new_positions, marker.protect_first, marker.protect_recent,
     )  # fmt: skip
     rewrite.graph.erase_node(marker.node)
-    protected = f", sparing the first {options.protect_first} and the last {options.protect_recent} tokens"
-    if not options.protect_first and not options.protect_recent:
+    protected = f", sparing the first {marker.protect_first} and the last {marker.protect_recent} tokens"
+    if not marker.protect_first and not marker.protect_recent:
         protected = ""
     return PassResult("evict", (f"'{marker.free.name}' = argmin of (momentum, position){protected}",))
 

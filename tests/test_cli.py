@@ -107,7 +107,8 @@ def test_prompt_has_the_length_asked_for_and_the_needle(template: str | None, to
     assert words.decode(prompt.ids).endswith(words.decode(words(demo.ANSWER_PREFIX).input_ids))
 
 
-def test_both_runs_say_what_generate_says() -> None:
+def test_both_runs_say_what_generate_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "TIMED", 4)
     model, config = tiny("llama"), demo.check(ratio=0.6, alpha=0.8, tokens=200, backend="eager")
     model.generation_config.eos_token_id = None
     result = demo.run(model, tokenizer(), config, tokens=200, backend="eager")
@@ -183,6 +184,7 @@ def test_explain_reports_every_layer_and_shows_the_first(
     assert form in before
     assert "l_cache_layers_0_keys" in before
     assert "l_cache_layers_1_keys" not in before
+    assert re.search(r"\[1, 2, 2, s\d+, 16\]", before)
     assert "scaled_dot_product_attention" not in after
     assert "argmin" in after
     assert "retain" not in after.partition("# after: the end of the step")[2]
