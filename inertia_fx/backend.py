@@ -69,7 +69,9 @@ class BackendOptions:
                     f" pass InertiaCache(Config({name}=...)) to the step."
                 )
             if name not in known:
-                raise ConfigError(f"The backend 'inertia_fx' has no option {name!r}: it knows {', '.join(sorted(known))}.")
+                raise ConfigError(
+                    f"The backend 'inertia_fx' has no option {name!r}: it knows {', '.join(sorted(known))}."
+                )
         checked = cls(**options)
         Config(
             alpha=checked.alpha,
@@ -87,7 +89,9 @@ def check_inner(backend: str | Callable[..., Any], mode: str | None, options: Ma
     if not callable(backend) and not isinstance(backend, str):
         raise ConfigError(f"backend={backend!r} is neither a name nor a callable.")
     if backend == "inertia_fx":
-        raise ConfigError("backend='inertia_fx' would run the passes inside themselves: pass the inner compiler's name.")
+        raise ConfigError(
+            "backend='inertia_fx' would run the passes inside themselves: pass the inner compiler's name."
+        )
     if isinstance(backend, str):
         known = torch._dynamo.list_backends(exclude_tags=())
         if backend not in known:
@@ -126,9 +130,7 @@ def inertia(
     return _compile_inner(gm, example_inputs, settings)
 
 
-def _compile_inner(
-    gm: fx.GraphModule, example_inputs: list[Tensor], settings: BackendOptions
-) -> Callable[..., Any]:
+def _compile_inner(gm: fx.GraphModule, example_inputs: list[Tensor], settings: BackendOptions) -> Callable[..., Any]:
     if settings.backend == "inductor":
         from torch._inductor.compile_fx import compile_fx
 

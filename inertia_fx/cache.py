@@ -16,68 +16,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import slots
 from .config import Config
 from .errors import CacheError, UndoError, UnsupportedModelError
-from .kernels.reference import NO_POSITION, enter, mean_momentum, next_free
+from .kernels.reference import NO_POSITION, enter, mean_momentum
 from .ops import retain
-
-DEAD, CLOSED = float("-inf"), float("inf")
-"""Momentum of a slot that may be filled, and of one that is neither attended nor filled."""
+from .slots import CLOSED, Entry, RetentionState, SlotLayer
 
 _GROWTH = 64
 """Slots added at once, at least, to a row that has not reached its budget yet."""
-
-
-class Entry(NamedTuple):
-    """The state inside a decode step, once the new token has its slot. All [B, S]."""
-
-    live: Tensor
-    momentum: Tensor
-    positions: Tensor
-
-
-@dataclasses.dataclass
-class RetentionState:
-    """What decides who stays, shared by a group of layers (today: all of them). B rows, S slots.
-
-    Attributes:
-        momentum: [B, S] fp32; -inf in dead slots, +inf in closed ones.
-        positions: [B, S] int64 true positions of the tokens; -1 where there is none.
-        free: [B] int64, the slot that the next token overwrites. What is in it counts as gone.
-        length: [B] int64, tokens the row has seen (padding not counted): the next token's position.
-    """
-
-    momentum: Tensor
-    positions: Tensor
-    free: Tensor
-    length: Tensor
-
-
-class SlotLayer:
-    """Keys and values of one layer: [B, N, S, D] and [B, N, S, Dv]. The two widths may differ."""
-
-    keys: Tensor | None = None
-    values: Tensor | None = None
-
-    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a prompt's columns; returns all columns with the new ones still attached to autograd."""
-        if self.keys is not None and self.values is not None:
-            key = torch.cat([self.keys, key], dim=2)
-            value = torch.cat([self.values, value], dim=2)
-        self.keys, self.values = _own(key), _own(value)
-        return key, value
-
-    def write(self, key: Tensor, value: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token per row into its slot, in place. Traced: this is the whole cache update of a decode step."""
-        assert self.keys is not None and self.values is not None
-        self.keys[rows, :, slots] = key[:, :, 0]
-        self.values[rows, :, slots] = value[:, :, 0]
-        return self.keys, self.values
 
 
 class SlotCache:
@@ -170,9 +122,7 @@ class SlotCache:
     def _retained(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._state is None:
             return
-        for positions, momentum, alive in zip(
-            self._state.positions, self._state.momentum, self._alive(), strict=True
-        ):
+        for positions, momentum, alive in zip(self._state.positions, self._state.momentum, self._alive(), strict=True):
             kept, order = positions[alive].sort()
             yield kept, momentum[alive][order]
 
@@ -230,7 +180,9 @@ class SlotCache:
     def _join(self, rows: int, tokens: int, padding: Tensor | None) -> None:
         """The prompt's tokens join at the mean of the row's live momenta (0 for a first prompt), at their positions."""
         device = self.layers[0].keys.device
-        real = torch.ones(rows, tokens, dtype=torch.bool, device=device) if padding is None else padding.to(device).bool()
+        real = (
+            torch.ones(rows, tokens, dtype=torch.bool, device=device) if padding is None else padding.to(device).bool()
+        )
         counts = [tokens] * rows if padding is None else real.sum(-1).tolist()
         if self._state is None:
             empty = torch.zeros(rows, 0, device=device)
@@ -276,9 +228,10 @@ class SlotCache:
         """Slots to columns: the live tokens, sorted by position, short rows closed at the end."""
         assert self._state is not None
         alive = self._alive()
-        order = torch.where(alive, self._state.positions, torch.iinfo(torch.int64).max).argsort(dim=1)
         width = max(self._live)
-        self._gather(order[:, :width], self._live, self._live)
+        slots.gather(
+            self.layers, self._state, slots.text_order(self._state, alive)[:, :width], self._live, self._live, width
+        )
         self._phase, self._columns = "prompt", width
 
     # ------------------------------------------------------------------ decode steps
@@ -339,8 +292,7 @@ class SlotCache:
             entry.positions,
             [layer.keys for layer in self.layers],
             [layer.values for layer in self.layers],
-            self.config.protect_first,
-            self.config.protect_recent,
+            *self._protected,
         )
 
     def _make_room(self) -> None:
@@ -348,8 +300,9 @@ class SlotCache:
         if self._phase == "prompt":
             # Step 1: the columns become slots, with room for the steps up to the first eviction.
             room = self.config.evict_after
+            everywhere = [self._columns + room] * self.rows
+            slots.extend(self.layers, self._state, room, everywhere, [True] * self.rows)
             self._open = [live + room for live in self._live]
-            self._extend(room, [True] * self.rows)
             self._phase = "slots"
 
     def _grow(self) -> None:
@@ -357,7 +310,10 @@ class SlotCache:
         limits = [budget + 1 for budget in self.budget]
         full = [live == room < limit for live, room, limit in zip(self._live, self._open, limits, strict=True)]
         if any(full):
-            self._extend(min(max(_GROWTH, self.slots // 8), max(limits) - self.slots), full)
+            room = min(max(_GROWTH, self.slots // 8), max(limits) - self.slots)
+            # A row never opens more than its budget + 1 slots, however many the longest row needs.
+            self._open = [min(self.slots + room, limit) for limit in limits]
+            slots.extend(self.layers, self.state, room, self._open, full)
 
     def _count_step(self) -> None:
         assert self.config is not None and self._state is not None
@@ -370,7 +326,7 @@ class SlotCache:
             over.append(self._steps >= evict_after and self._live[row] > budget)
         first = [now and not before for now, before in zip(over, self._evicting, strict=True)]
         if any(first) and self.config.pool_width > 1:
-            self._pool(first)
+            slots.pool(self._state, self.config.pool_width, first, *self._protected)
         if self._steps == evict_after:
             self._compact()
         for row, budget in enumerate(self.budget):
@@ -380,106 +336,31 @@ class SlotCache:
         if self._steps >= evict_after:
             self._grow()
 
-    def _pool(self, first: list[bool]) -> None:
-        """Momentum becomes the largest within (pool_width - 1) / 2 places in position order (SPEC D19), in these rows."""
-        assert self.config is not None and self._state is not None
-        state, width = self._state, self.config.pool_width
-        alive = state.positions >= 0
-        order = torch.where(alive, state.positions, torch.iinfo(torch.int64).max).argsort(dim=1)
-        sorted_momentum = torch.where(alive, state.momentum, DEAD).gather(1, order)
-        pooled = torch.nn.functional.max_pool1d(sorted_momentum.unsqueeze(1), width, stride=1, padding=width // 2)
-        pooled = torch.empty_like(sorted_momentum).scatter_(1, order, pooled.squeeze(1))
-        rows = torch.tensor(first, device=alive.device).unsqueeze(1)
-        state.momentum.copy_(torch.where(rows & alive, pooled, state.momentum))
-        free = next_free(
-            state.momentum, state.positions, state.length - 1, self.config.protect_first, self.config.protect_recent
-        )
-        state.free.copy_(torch.where(rows.squeeze(1), free, state.free))
-
     def _compact(self) -> None:
         """Once, at the first eviction: keep the top B by (momentum, position), gather every layer into B + 1 slots."""
-        assert self.config is not None and self._state is not None
-        state = self._state
+        assert self._state is not None
         budgets = self.budget
         keep = [min(live, budget) for live, budget in zip(self._live, budgets, strict=True)]
-        alive = state.positions >= 0
-        rank = torch.where(alive, state.momentum, DEAD)
-        newest = state.length.unsqueeze(1) - 1
-        held = (state.positions < self.config.protect_first) | (
-            state.positions > newest - self.config.protect_recent
-        )
-        rank = torch.where(alive & held, CLOSED, rank)
-        # Two stable sorts: by position, then by momentum, so that equal momentum lets the oldest go.
-        by_position = state.positions.argsort(dim=1, descending=True, stable=True)
-        by_rank = rank.gather(1, by_position).argsort(dim=1, descending=True, stable=True)
-        kept = by_position.gather(1, by_rank)[:, : max(keep)]
-        counts = torch.tensor(keep, device=kept.device).unsqueeze(1)
-        survives = torch.arange(kept.shape[1], device=kept.device) < counts
-        # Into position order: neighbours in the text stay neighbours in memory.
-        last = torch.iinfo(torch.int64).max
-        order = torch.where(survives, state.positions.gather(1, kept), last).argsort(dim=1)
-        kept = kept.gather(1, order)
+        # Rows that are still filling up get what they hold and the next bucket, not all of a budget they may never use.
         capacity = min(max(budgets) + 1, -(-(max(keep) + 1) // _GROWTH) * _GROWTH)
-        limits = [min(budget + 1, capacity) for budget in budgets]
-        self._gather(kept, keep, limits, capacity)
-        state.free.copy_(torch.tensor(keep, device=kept.device))
+        self._open = [min(budget + 1, capacity) for budget in budgets]
+        kept = slots.survivors(self._state, keep, *self._protected)
+        slots.gather(self.layers, self._state, kept, keep, self._open, capacity)
+        self._state.free.copy_(slots.column(keep, kept).squeeze(1))
 
-    # ------------------------------------------------------------------ buffers
+    @property
+    def _protected(self) -> tuple[int, int]:
+        assert self.config is not None
+        return self.config.protect_first, self.config.protect_recent
 
     def _alive(self) -> Tensor:
         """[B, S] bool: slots whose token is still in the cache between steps."""
         assert self._state is not None
         alive = self._state.positions >= 0
         if self._phase == "slots":
-            slots = torch.arange(alive.shape[1], device=alive.device)
-            alive = alive & (slots != self._state.free.unsqueeze(1))
+            place = torch.arange(alive.shape[1], device=alive.device)
+            alive = alive & (place != self._state.free.unsqueeze(1))
         return alive
-
-    def _gather(self, index: Tensor, counts: list[int], limits: list[int], capacity: int | None = None) -> None:
-        """New buffers of `capacity` slots holding row by row the first `counts` of `index`; `limits` slots stay open."""
-        assert self._state is not None
-        state = self._state
-        rows, width = index.shape
-        capacity = width if capacity is None else capacity
-        for layer in self.layers:
-            layer.keys = _take(layer.keys, index, capacity)
-            layer.values = _take(layer.values, index, capacity)
-            self._mark(layer.keys, layer.values, 2)
-        slots = torch.arange(capacity, device=index.device)
-        full = slots < torch.tensor(counts, device=index.device).unsqueeze(1)
-        empty = torch.where(slots < torch.tensor(limits, device=index.device).unsqueeze(1), DEAD, CLOSED)
-        index = torch.cat([index, index.new_zeros(rows, capacity - width)], dim=1)
-        state.momentum = torch.where(full, state.momentum.gather(1, index), empty)
-        state.positions = torch.where(full, state.positions.gather(1, index), NO_POSITION)
-        self._mark(state.momentum, state.positions, 1)
-        self._open = list(limits)
-
-    def _extend(self, room: int, full: list[bool]) -> None:
-        """`room` more slots, dead up to each row's limit; the next free slot of the `full` rows is the first of them."""
-        assert self._state is not None
-        state, before = self._state, self._state.positions.shape[1]
-        device = state.momentum.device
-        if self._phase == "slots":
-            # A row never opens more than its budget + 1 slots, however many the longest row needs.
-            self._open = [min(before + room, budget + 1) for budget in self.budget]
-            limits = torch.tensor(self._open, device=device).unsqueeze(1)
-            fresh = torch.where(torch.arange(before, before + room, device=device) < limits, DEAD, CLOSED)
-        else:
-            fresh = torch.full((self.rows, room), DEAD, device=device)
-        for layer in self.layers:
-            layer.keys = _widen(layer.keys, room)
-            layer.values = _widen(layer.values, room)
-            self._mark(layer.keys, layer.values, 2)
-        state.momentum = torch.cat([state.momentum, fresh], dim=1)
-        state.positions = torch.cat([state.positions, state.positions.new_full(fresh.shape, NO_POSITION)], dim=1)
-        state.free = torch.where(torch.tensor(full, device=device), before, state.free)
-        self._mark(state.momentum, state.positions, 1)
-
-    @staticmethod
-    def _mark(first: Tensor, second: Tensor, dim: int) -> None:
-        """The slot count is a dynamic dimension: one graph serves every prompt length and budget."""
-        for tensor in (first, second):
-            torch._dynamo.mark_dynamic(tensor, dim)
 
     # ------------------------------------------------------------------ rows
 
@@ -488,26 +369,14 @@ class SlotCache:
         self._require_idle()
         if self._state is None:
             return
-        state, same = self._state, index.numel() == self.rows
-        for owner, names in [(state, ("momentum", "positions", "free", "length"))] + [
-            (layer, ("keys", "values")) for layer in self.layers
-        ]:
-            for name in names:
-                tensor = getattr(owner, name)
-                chosen = tensor.index_select(0, index.to(tensor.device))
-                if same:
-                    tensor.copy_(chosen)  # in place: addresses that a graph has seen stay valid
-                else:
-                    setattr(owner, name, chosen)
-        if not same:
-            for layer in self.layers:
-                self._mark(layer.keys, layer.values, 2)
-            self._mark(state.momentum, state.positions, 1)
+        same = index.numel() == self.rows
+        slots.select_rows(self.layers, self._state, index)
         counts = (self._prompt, self._live, self._open, self._evicting)
         if not same or any(len(set(per_row)) > 1 for per_row in counts):
             order = index.tolist()
             self._prompt, self._live, self._open, self._evicting = (
-                [per_row[row] for row in order] for per_row in counts  # type: ignore[misc]
+                [per_row[row] for row in order]
+                for per_row in counts  # type: ignore[misc]
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -552,27 +421,3 @@ class SlotCache:
                 f"The cache holds {self.rows} sequence(s) and the forward has {rows}: use a new InertiaCache for"
                 " another batch, or call cache.reset() first."
             )
-
-
-def _take(buffer: Tensor, index: Tensor, capacity: int) -> Tensor:
-    """[B, N, capacity, D]: first the slots of `index` [B, n], then nothing in particular (never attended)."""
-    rows, heads, _, width = buffer.shape
-    result = buffer.new_zeros(rows, heads, capacity, width)
-    taken = index.shape[1]
-    expanded = index[:, None, :, None].expand(rows, heads, taken, width)
-    result[:, :, :taken] = buffer.gather(2, expanded)
-    return result
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """Detached; copied if it is a view into something larger (a fused qkv projection), which it would keep alive."""
-    tensor = tensor.detach()
-    alone = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
-    return tensor if alone else tensor.clone()
-
-
-def _widen(buffer: Tensor, room: int) -> Tensor:
-    rows, heads, slots, width = buffer.shape
-    result = buffer.new_zeros(rows, heads, slots + room, width)
-    result[:, :, :slots] = buffer
-    return result

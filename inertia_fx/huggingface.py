@@ -1,4 +1,4 @@
-"""All that knows transformers: the `Cache` contract, `generate`, argument names, what is refused up front.
+"""All that knows transformers models: `generate`, argument names, what is refused up front (its cache: next door).
 
 The compiled model is a shallow copy of the original whose class is a dynamic subclass with the same name: `generate`
 and pipelines look methods up on the class and go by its name, so wrappers and patched instances would be bypassed.
@@ -13,17 +13,15 @@ import inspect
 import itertools
 import types
 import uuid
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from .backend import inertia
-from .cache import SlotCache, SlotLayer
 from .config import Config
 from .errors import (
     CacheError,
@@ -37,164 +35,10 @@ from .errors import (
     UnsupportedAttentionError,
     UnsupportedModelError,
 )
+from .huggingface_cache import InertiaCache
 
 _CACHE_NAMES = ("cache", "past_key_values")
 """What a forward calls its cache: transformers 5.24 and later, and before."""
-
-
-class InertiaLayer(SlotLayer, CacheLayerMixin):
-    """One layer of an :class:`InertiaCache`. The cache itself does the counting; a layer is its two buffers."""
-
-    is_compileable = False
-    is_croppable = False
-    is_sliding = False
-    supports_early_init = False
-
-    def __init__(self) -> None:
-        CacheLayerMixin.__init__(self)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the first prompt brings the buffers."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        raise CacheError("Layers of an InertiaCache are updated through the cache: call cache.update(...).")
-
-    def get_seq_length(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[2]
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.get_seq_length() + query_length, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class InertiaCache(SlotCache, Cache):
-    """The bounded cache of a compiled model, as a `transformers` cache.
-
-    `generate` makes one on its own. Make one yourself to keep it over several calls (second turns), or to give it
-    other settings than the model's::
-
-        cache = inertia_fx.InertiaCache()
-        model.generate(**inputs, past_key_values=cache)
-        cache.retained_positions(), cache.budget, cache.nbytes
-
-    Args:
-        config: what to keep; ``None`` takes the settings of the compiled model that first uses the cache.
-    """
-
-    layer_class = InertiaLayer
-
-    def __init__(self, config: Config | None = None) -> None:
-        if config is not None and not isinstance(config, Config):
-            raise ConfigError(
-                f"InertiaCache(config={type(config).__name__}) is not an inertia_fx.Config: pass"
-                " inertia_fx.Config(ratio=...), or nothing to take the compiled model's settings."
-            )
-        Cache.__init__(self, layers=[])
-        SlotCache.__init__(self, config)
-        self._owner: str | None = None
-        self._gathering = False
-
-    def _bind(self, owner: str, config: Config, layers: int) -> None:
-        if self._owner is not None and self._owner != owner:
-            raise CacheError(
-                "This InertiaCache was filled by another model: use a new InertiaCache, or call cache.reset() first."
-            )
-        if self.layers and len(self.layers) != layers:
-            raise CacheError(
-                f"This InertiaCache holds {len(self.layers)} layers and the model has {layers}: use a new InertiaCache."
-            )
-        if self.config is None:
-            self.config = config
-        if not self.layers:
-            self.layers = [self.layer_class() for _ in range(layers)]
-        self._owner = owner
-
-    @contextmanager
-    def _whole_prompt(self) -> Iterator[None]:
-        """Inside `generate`, every forward before the first generated token is prompt, also one of one token (SPEC D16)."""
-        self._gathering = True
-        try:
-            yield
-        finally:
-            self._gathering = False
-
-    def _decodes(self, tokens: int) -> bool:
-        return tokens == 1 and self._phase != "empty" and not self._gathering
-
-    def reset(self) -> None:
-        """Forget everything, the model too; the cache can then serve any model and batch size."""
-        super().reset()
-        self._owner = None
-        self.layers = []
-
-    # ------------------------------------------------------------------ what transformers asks
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Logical length: tokens seen per row, padding columns included, evicted tokens too (SPEC D9)."""
-        if self._mode == "step" and torch.compiler.is_compiling():
-            return self._seen_tensor  # type: ignore[return-value]  # an int would be a guard, and a recompile per step
-        return self._seen
-
-    @contextmanager
-    def step(self, rows: int) -> Iterator[None]:
-        with super().step(rows):
-            self._seen_tensor = torch.tensor(self._seen, device=self.state.free.device)
-            yield
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """(columns that attention sees, 0): physical, as attention reads what is stored."""
-        return (self.slots, 0) if self._mode == "step" else (self.columns + query_length, 0)
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Column of a prompt's first new token."""
-        return self.slots - 1 if self._mode == "step" else self.columns
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: text of any length fits."""
-        return -1
-
-    @property
-    def is_compileable(self) -> bool:
-        """False: `generate` must not compile around a step that is compiled already."""
-        return False
-
-    @property
-    def is_croppable(self) -> bool:
-        """False: an eviction cannot be undone."""
-        return False
-
-    @property
-    def is_initialized(self) -> bool:
-        return self._phase != "empty"
-
-    @property
-    def batch_size(self) -> int:
-        return self.rows or -1
-
-    def activate_past_recording(self) -> None:
-        raise UndoError("Assisted decoding takes tokens back, and an eviction cannot be undone: use the uncompiled model.")
-
-    def __len__(self) -> int:
-        return len(self.layers)
-
-    def __repr__(self) -> str:
-        held = f"rows={self.rows}, seen={self._seen}, slots={self.slots}, budget={self.budget}, nbytes={self.nbytes}"
-        return f"InertiaCache({held if self.rows else 'empty'}, {self.config!r})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> InertiaCache:
-        result = type(self).__new__(type(self))
-        memo[id(self)] = result
-        result.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return result
-
-    def __getstate__(self) -> dict[str, Any]:
-        # A saved cache outlives its model: the next one that uses it becomes its owner.
-        return self.__dict__ | {"_owner": None}
-
-
-# ---------------------------------------------------------------------- the compiled model
 
 
 @dataclasses.dataclass
@@ -223,7 +67,7 @@ class Runtime:
 _numbers = itertools.count()
 
 
-def _own_code(function: types.FunctionType) -> types.FunctionType:
+def _own_code(function: Any) -> types.FunctionType:
     """A twin with a code object of its own: Dynamo keeps graphs and its recompile limit per code object."""
     name = f"inertia_decode_{next(_numbers)}"
     code = function.__code__.replace(co_name=name)
@@ -248,7 +92,7 @@ class _Compiled:
     """Mixed in before the original class: `forward` dispatches, `generate`'s hooks hand it our cache."""
 
     _inertia: Runtime
-    _inertia_base: type[Any]
+    _inertia_base: Any
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], generation_mode: Any, *args: Any, **kwargs: Any
@@ -275,7 +119,9 @@ class _Compiled:
             cache._is_user_defined = True
         return None
 
-    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def _prefill(
+        self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
         cache = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
         parent = super()._prefill  # type: ignore[misc]
         if not isinstance(cache, InertiaCache):
@@ -362,12 +208,12 @@ class _Compiled:
 
 
 @functools.cache
-def _parameters(base: type[Any]) -> tuple[str, ...]:
+def _parameters(base: Any) -> tuple[str, ...]:
     return tuple(inspect.signature(base.forward).parameters)[1:]
 
 
 @functools.cache
-def _compiled_class(base: type[Any]) -> type[Any]:
+def _compiled_class(base: Any) -> Any:
     """A subclass of `base` that passes for it: same name, same module, same signature of `forward`."""
 
     @functools.wraps(base.forward)
@@ -388,7 +234,8 @@ def wrap(model: Any, config: Config, compiler: Mapping[str, Any]) -> Any:
     if isinstance(model, _Compiled):
         model = uncompiled(model)
     name, layers = _inspect(model)
-    result = _twin(model, _compiled_class(type(model)))
+    base: Any = type(model)
+    result = _twin(model, _compiled_class(base))
     result.__dict__["_inertia"] = Runtime(config, compiler, name, layers)
     return result
 
@@ -404,7 +251,7 @@ def _rebuild(model: Any, config: Config, compiler: dict[str, Any]) -> Any:
     return wrap(model, config, compiler)
 
 
-def _twin(model: Any, kind: type[Any]) -> Any:
+def _twin(model: Any, kind: Any) -> Any:
     """A shallow copy of another class: shared weights, but registries and generation settings of its own."""
     result = kind.__new__(kind)
     for name, value in model.__dict__.items():
@@ -419,7 +266,8 @@ def _twin(model: Any, kind: type[Any]) -> Any:
 
 def _inspect(model: Any) -> tuple[str, int]:
     """The forward's name for its cache and the number of cached layers, or a refusal."""
-    kind = type(model).__name__
+    base: Any = type(model)
+    kind = base.__name__
     if not isinstance(model, transformers.PreTrainedModel) or not callable(getattr(model, "generate", None)):
         raise UnsupportedModelError(
             f"{kind} is not a transformers model with generate(). For a decoder of your own, compile its step with"
@@ -436,7 +284,7 @@ def _inspect(model: Any) -> tuple[str, int]:
             " which would hide the compiled step. Undo it first, for example with"
             " accelerate.hooks.remove_hook_from_module(model, recurse=True)."
         )
-    name = next((name for name in _CACHE_NAMES if name in _parameters(type(model))), None)
+    name = next((name for name in _CACHE_NAMES if name in _parameters(base)), None)
     if name is None or not model._supports_default_dynamic_cache():
         raise UnsupportedModelError(
             f"{kind} keeps no key-value cache that attention reads, so there is nothing to evict: use it uncompiled."

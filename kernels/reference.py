@@ -131,9 +131,7 @@ def next_free(momentum: Tensor, positions: Tensor, length: Tensor, protect_first
     """
     key = momentum
     if protect_first or protect_recent:
-        held = (positions >= 0) & (
-            (positions < protect_first) | (positions > length.unsqueeze(1) - protect_recent)
-        )
+        held = (positions >= 0) & ((positions < protect_first) | (positions > length.unsqueeze(1) - protect_recent))
         key = torch.where(held, math.inf, momentum)
     smallest = key == key.amin(-1, keepdim=True)
     return torch.where(smallest, positions, _LAST).argmin(-1)

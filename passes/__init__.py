@@ -5,6 +5,7 @@
     update_momentum.py  m = alpha m + (1 - alpha) s, chained through the layers
     evict.py            the marker -> next free slot = argmin by (m, position), state written back in place
     lower.py            our operators -> kernels, or plain aten that Inductor fuses
+    check_mask.py       find_attention's proof that a mask hides the slots without a token, and only those
     graph_utils.py      what they share: the marker, walking through views, erasing what died
 
 The passes know graphs, not Hugging Face. They find the state and the slot buffers through the marker operator

@@ -20,7 +20,9 @@ def emit_scores(rewrite: Rewrite) -> PassResult:
     for site in rewrite.sites:
         if site.mask not in masks:
             dtype = site.mask.meta["example_value"].dtype
-            masks[site.mask] = rewrite.emit(site.mask.next, _from_bool if dtype == torch.bool else _from_float, site.mask)
+            masks[site.mask] = rewrite.emit(
+                site.mask.next, _from_bool if dtype == torch.bool else _from_float, site.mask
+            )
         attend = (site.query, site.key, site.value, masks[site.mask])
         with graph.inserting_before(site.output):
             if _is_scored(rewrite, site.layer):

@@ -21,10 +21,12 @@ import torch.nn.functional as F
 from torch import fx
 from torch.fx.operator_schemas import normalize_function
 
-from ..errors import PositionBiasError, UnsupportedAttentionError
+from ..errors import UnsupportedAttentionError
+from .check_mask import check_mask
 from .graph_utils import (
     Marker,
     PassResult,
+    Refusal,
     Rewrite,
     ancestors,
     argument,
@@ -67,14 +69,6 @@ class AttentionSite:
         return f"layer {self.layer}: {self.form} at '{self.output.name}', {heads}, scale {self.scale}"
 
 
-class _Refusal(Exception):
-    """Why a candidate is not an attention we understand."""
-
-    def __init__(self, reason: str, kind: type[UnsupportedAttentionError] = UnsupportedAttentionError) -> None:
-        super().__init__(reason)
-        self.reason, self.kind = reason, kind
-
-
 @dataclasses.dataclass(frozen=True)
 class _Candidate:
     """An attention as it stands in the graph, nothing checked yet."""
@@ -98,7 +92,7 @@ def find_attention(rewrite: Rewrite) -> PassResult:
     marker = rewrite.marker
     layer_of = {key: index for index, key in enumerate(marker.keys)}
     sites: dict[int, AttentionSite] = {}
-    refused: dict[int, tuple[fx.Node, _Refusal]] = {}
+    refused: dict[int, tuple[fx.Node, Refusal]] = {}
     skipped = []
     for node in rewrite.graph.nodes:
         if not _is_attention(node):
@@ -108,19 +102,19 @@ def find_attention(rewrite: Rewrite) -> PassResult:
             candidate = _read(node, marker)
             root = unwrap_repeat(candidate.key)
             if root not in layer_of:
-                raise _Refusal("its keys are not a slot buffer of the cache, but computed by " + _describe(root))
+                raise Refusal("its keys are not a slot buffer of the cache, but computed by " + _describe(root))
             layer = layer_of[root]
             if layer in sites:
-                raise _Refusal(f"a second attention reads the keys of layer {layer} (first: '{sites[layer].output}')")
+                raise Refusal(f"a second attention reads the keys of layer {layer} (first: '{sites[layer].output}')")
             sites[layer] = _check(candidate, layer, marker)
-        except _Refusal as refusal:
+        except Refusal as refusal:
             for layer in reached:
                 refused.setdefault(layer, (node, refusal))
             skipped.append(f"'{node.name}': {refusal.reason}")
     for layer in range(len(marker.keys)):
         if layer in refused:
-            node, refusal = refused[layer]
-            raise refusal.kind(layer, node.name, refusal.reason, user_line(node)) from None
+            node, why = refused[layer]
+            raise why.kind(layer, node.name, why.reason, user_line(node)) from None
         if layer not in sites:
             raise _missing(marker, layer)
     rewrite.sites = tuple(sites[layer] for layer in range(len(marker.keys)))
@@ -171,17 +165,17 @@ def _read(node: fx.Node, marker: Marker) -> _Candidate:
 def _read_sdpa(node: fx.Node) -> _Candidate:
     normal = normalize_function(node.target, node.args, node.kwargs, normalize_to_only_use_kwargs=True)
     if normal is None:
-        raise _Refusal("its arguments do not fit the signature of scaled_dot_product_attention")
+        raise Refusal("its arguments do not fit the signature of scaled_dot_product_attention")
     arguments = normal.kwargs
     if arguments["dropout_p"] != 0:
-        raise _Refusal(f"it drops attention weights (dropout_p={arguments['dropout_p']}): call model.eval() first")
+        raise Refusal(f"it drops attention weights (dropout_p={arguments['dropout_p']}): call model.eval() first")
     if arguments["is_causal"]:
-        raise _Refusal("is_causal=True lets a single query see the first slot only")
+        raise Refusal("is_causal=True lets a single query see the first slot only")
     scale = arguments["scale"]
     if scale is None:
         shape = shape_of(arguments["query"])
         if shape is None:
-            raise _Refusal("the width of its queries is unknown, and with it its default scale")
+            raise Refusal("the width of its queries is unknown, and with it its default scale")
         scale = 1 / math.sqrt(shape[-1])
     return _Candidate(
         "sdpa", node, arguments["query"], arguments["key"], arguments["value"], arguments["attn_mask"], scale
@@ -190,7 +184,7 @@ def _read_sdpa(node: fx.Node) -> _Candidate:
 
 def _read_softmax(node: fx.Node, marker: Marker) -> _Candidate:
     if argument(node, 1, "dim") not in (-1, 3):
-        raise _Refusal("its softmax does not run over the last dimension")
+        raise Refusal("its softmax does not run over the last dimension")
     logits = unwrap_cast(node.args[0])
     masks = []
     while calls(logits, "add", operator.add, torch.add):
@@ -199,7 +193,7 @@ def _read_softmax(node: fx.Node, marker: Marker) -> _Candidate:
         logits, mask = (left, right) if _reads(left, marker) else (right, left)
         masks.append(mask)
     if len(masks) != 1:
-        raise _Refusal(
+        raise Refusal(
             f"{len(masks)} tensors are added to its logits where the mask alone was expected;"
             f" beneath them is {_describe(logits)}"
         )
@@ -211,30 +205,32 @@ def _read_softmax(node: fx.Node, marker: Marker) -> _Candidate:
     elif calls(logits, "div", operator.truediv, torch.div):
         logits, scale = logits.args[:2]
         if isinstance(scale, fx.Node):
-            raise _Refusal("its logits are divided by a tensor")
+            raise Refusal("its logits are divided by a tensor")
         scale = 1 / scale
     if isinstance(scale, fx.Node) and shape_of(scale) is not None:
-        raise _Refusal("its logits are multiplied by a tensor")
+        raise Refusal("its logits are multiplied by a tensor")
     logits = unwrap_cast(logits)
     if not calls(logits, "matmul", torch.matmul, operator.matmul):
-        raise _Refusal(f"its logits come from {_describe(logits)}, not from matmul(query, keys transposed)")
+        raise Refusal(f"its logits come from {_describe(logits)}, not from matmul(query, keys transposed)")
     query, keys = logits.args[:2]
     key = unwrap_transpose(keys)
     if key is None:
-        raise _Refusal(f"the right side of its logits, {_describe(keys)}, is not the keys with their last two dimensions swapped")
+        raise Refusal(
+            f"the right side of its logits, {_describe(keys)}, is not the keys with their last two dimensions swapped"
+        )
     output = node
     while True:
         users = [user for user in output.users if user.users or calls(user, "matmul", torch.matmul, operator.matmul)]
         if len(users) != 1:
-            raise _Refusal(f"its weights are used {len(users)} times (softcap, sinks or returned weights?)")
+            raise Refusal(f"its weights are used {len(users)} times (softcap, sinks or returned weights?)")
         user = users[0]
         if calls(user, "matmul", torch.matmul, operator.matmul) and user.args[0] is output:
             return _Candidate("softmax", user, query, key, user.args[1], masks[0], scale)
         if calls(user, "dropout", F.dropout, torch.dropout):
             if argument(user, 2, "training", True) and argument(user, 1, "p", 0.5) != 0:
-                raise _Refusal("it drops attention weights: call model.eval() first")
-        elif unwrap_cast(user) is not unwrap_cast(output) or calls(user, "type_as") and user.args[0] is not output:
-            raise _Refusal(f"its weights go through {_describe(user)} before they meet the values")
+                raise Refusal("it drops attention weights: call model.eval() first")
+        elif unwrap_cast(user) is not unwrap_cast(output) or (calls(user, "type_as") and user.args[0] is not output):
+            raise Refusal(f"its weights go through {_describe(user)} before they meet the values")
         output = user
 
 
@@ -249,93 +245,19 @@ def _reads(node: Any, marker: Marker) -> bool:
 def _check(candidate: _Candidate, layer: int, marker: Marker) -> AttentionSite:
     value = unwrap_repeat(candidate.value)
     if value is not marker.values[layer]:
-        raise _Refusal(f"its values are not the slot buffer of layer {layer}, but computed by {_describe(value)}")
+        raise Refusal(f"its values are not the slot buffer of layer {layer}, but computed by {_describe(value)}")
     query = unwrap_cast(candidate.query)
     if not isinstance(query, fx.Node):
-        raise _Refusal("its query is not a tensor")
+        raise Refusal("its query is not a tensor")
     shape, cached = shape_of(query), shape_of(marker.keys[layer])
     if shape is None or cached is None or len(shape) != 4 or len(cached) != 4:
-        raise _Refusal(f"its query has shape {shape} where [batch, heads, 1, width] was expected")
+        raise Refusal(f"its query has shape {shape} where [batch, heads, 1, width] was expected")
     if shape[2] != 1:
-        raise _Refusal(f"its query has {shape[2]} tokens; a decode step has one")
+        raise Refusal(f"its query has {shape[2]} tokens; a decode step has one")
     heads, kv_heads = int(shape[1]), int(cached[1])
     if heads % kv_heads or shape[3] != cached[3]:
-        raise _Refusal(f"its query {shape} does not fit keys of shape {cached}")
+        raise Refusal(f"its query {shape} does not fit keys of shape {cached}")
     return AttentionSite(
         layer, candidate.form, candidate.output, query, marker.keys[layer], value,
-        _check_mask(candidate.mask, marker), candidate.scale, kv_heads, heads // kv_heads,
+        check_mask(candidate.mask, marker), candidate.scale, kv_heads, heads // kv_heads,
     )  # fmt: skip
-
-
-def _check_mask(mask: Any, marker: Marker) -> fx.Node:
-    if not isinstance(mask, fx.Node):
-        raise _Refusal("it has no mask, so it would attend to dead slots; mask it by the entry's `live`")
-    sources = [node for node in ancestors(mask) if node.op in ("placeholder", "get_attr")]
-    foreign = [node for node in sources if node not in marker.state and shape_of(node) is not None]
-    if foreign:
-        raise _Refusal(
-            f"what is added to its logits depends on '{foreign[0].name}': a bias by position (ALiBi, relative positions)"
-            " would be wrong once slots are not in text order",
-            PositionBiasError,
-        )
-    shape = shape_of(mask)
-    if shape is None or len(shape) != 4 or shape[1] != 1 or shape[2] != 1:
-        raise _Refusal(f"its mask has shape {shape} where [batch, 1, 1, slots] was expected")
-    _check_mask_by_running(mask, marker)
-    return mask
-
-
-def _check_mask_by_running(mask: fx.Node, marker: Marker) -> None:
-    """Run the mask's own part of the graph on a small state: it must hide the slots without a token, and only those.
-
-    The state is such that slot order is not text order, so a window, a causal rule or a bias by position shows.
-    """
-    slots = 8
-    batch = shape_of(marker.free)
-    rows = 1 if batch is None else int(batch[0])
-    positions = torch.tensor([[40, -1, 3, 0, 41, 7, -1, 39]]).repeat(rows, 1)
-    values: dict[fx.Node, Any] = {
-        marker.positions: positions,
-        marker.momentum: torch.where(positions < 0, -math.inf, 0.5),
-        marker.free: torch.full((rows,), 1),
-        marker.length: torch.full((rows,), 42),
-    }
-    symbol = str((shape_of(marker.positions) or (None, None))[1])
-    needed = {*ancestors(mask), *ancestors(marker.new_positions)}
-    for node in mask.graph.nodes:
-        if node not in needed or node in values:
-            continue
-        if node.op == "placeholder":
-            size = node.meta.get("example_value")
-            if not isinstance(size, (int, torch.SymInt)):
-                raise _Refusal(f"its mask depends on '{node.name}', which is not part of the retention state")
-            values[node] = slots if str(size) == symbol else int(size)
-            continue
-        try:
-            values[node] = _run(node, values)
-        except Exception as failure:
-            raise _Refusal(f"its mask could not be checked at '{node.name}': {failure}") from failure
-    shown = values[mask].cpu()
-    expect = (values[marker.new_positions] >= 0)[:, None, None, :].cpu()
-    if shown.dtype == torch.bool:
-        right = torch.equal(shown.expand_as(expect), expect)
-    else:
-        hidden = torch.where(expect, shown, 0)
-        right = bool((hidden == 0).all()) and bool((torch.where(expect, -math.inf, shown.float()) < -1e4).all())
-    if not right:
-        raise _Refusal(
-            "its mask is not the liveness of the slots (tried on a small state): a window, a causal rule or a bias that"
-            " depends on positions, or no mask at all"
-        )
-
-
-def _run(node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-    args = fx.node.map_arg(node.args, values.__getitem__)
-    kwargs = dict(fx.node.map_arg(node.kwargs, values.__getitem__))
-    if "device" in kwargs:
-        kwargs["device"] = "cpu"
-    with torch.no_grad():
-        if node.op == "call_method":
-            return getattr(args[0], str(node.target))(*args[1:], **kwargs)
-        assert node.op == "call_function" and callable(node.target), f"a node of kind {node.op}"
-        return node.target(*args, **kwargs)

@@ -54,6 +54,14 @@ class Marker:
         return (self.momentum, self.positions, self.free, self.length)
 
 
+class Refusal(Exception):
+    """Why a candidate is not an attention we understand."""
+
+    def __init__(self, reason: str, kind: type[UnsupportedAttentionError] = UnsupportedAttentionError) -> None:
+        super().__init__(reason)
+        self.reason, self.kind = reason, kind
+
+
 @dataclasses.dataclass
 class Rewrite:
     """One graph on its way through the passes."""
@@ -73,9 +81,7 @@ class Rewrite:
     def emit(self, before: fx.Node, function: Callable[..., Any], *args: Any) -> Any:
         """Inline `function` into the graph before a node, by calling it on proxies; nodes in, nodes out."""
         tracer = fx.proxy.GraphAppendingTracer(self.graph)
-        arguments = fx.node.map_aggregate(
-            args, lambda arg: fx.Proxy(arg, tracer) if isinstance(arg, fx.Node) else arg
-        )
+        arguments = fx.node.map_aggregate(args, lambda arg: fx.Proxy(arg, tracer) if isinstance(arg, fx.Node) else arg)
         with self.graph.inserting_before(before):
             result = function(*arguments)
         return fx.node.map_aggregate(result, lambda arg: arg.node if isinstance(arg, fx.Proxy) else arg)

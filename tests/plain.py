@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from inertia_fx.cache import Entry, SlotCache
+from inertia_fx.cache import SlotCache
+from inertia_fx.slots import Entry
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 SCALE = 1 / math.sqrt(WIDTH)
@@ -51,8 +52,7 @@ def softmax_divided(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -
 
 
 MATCHED: dict[str, Callable[..., Tensor]] = {
-    function.__name__: function
-    for function in (sdpa_gqa, sdpa_repeat, sdpa_interleave, softmax_chain, softmax_divided)
+    function.__name__: function for function in (sdpa_gqa, sdpa_repeat, sdpa_interleave, softmax_chain, softmax_divided)
 }
 
 
@@ -105,7 +105,7 @@ def softcap(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor
 
 def sinks(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
     logits = q @ repeat(k).mT * SCALE + minimum(live)
-    logits = torch.cat([logits, logits.new_zeros(logits.shape[:3] + (1,))], dim=-1)
+    logits = torch.cat([logits, logits.new_zeros((*logits.shape[:3], 1))], dim=-1)
     return F.softmax(logits, -1)[..., :-1] @ repeat(v)
 
 
@@ -117,7 +117,9 @@ def tiled(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
 
 def tiled_by_reshape(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
     rows, heads, slots, width = k.shape
-    k, v = (x[:, None].expand(rows, HEADS // heads, heads, slots, width).reshape(rows, HEADS, slots, width) for x in (k, v))
+    k, v = (
+        x[:, None].expand(rows, HEADS // heads, heads, slots, width).reshape(rows, HEADS, slots, width) for x in (k, v)
+    )
     return F.scaled_dot_product_attention(q, k, v, attn_mask=live)
 
 

@@ -11,7 +11,8 @@ import numpy
 import pytest
 import torch
 import transformers
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 import inertia_fx
 from inertia_fx import errors
@@ -66,7 +67,9 @@ def test_bad_arguments(model: Any, arguments: dict[str, Any], message: str) -> N
 
 def test_the_signature_is_the_promised_one() -> None:
     parameters = inspect.signature(inertia_fx.compile).parameters
-    assert str(inspect.signature(inertia_fx.compile).replace(return_annotation=inspect.Signature.empty)).startswith("(model")
+    assert str(inspect.signature(inertia_fx.compile).replace(return_annotation=inspect.Signature.empty)).startswith(
+        "(model"
+    )
     defaults = {name: parameter.default for name, parameter in parameters.items() if name != "model"}
     assert defaults == {
         "ratio": 0.9, "alpha": 0.8, "refresh_every": 1, "evict_after": 1, "pool_width": 1, "budget": None,
@@ -136,7 +139,9 @@ def test_alibi(family: str) -> None:
 
 
 def test_falcon_with_alibi() -> None:
-    config = transformers.FalconConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True)
+    config = transformers.FalconConfig(
+        vocab_size=32, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, alibi=True
+    )
     with pytest.raises(errors.PositionBiasError, match="ALiBi"):
         inertia_fx.compile(transformers.FalconForCausalLM(config))
 
@@ -223,7 +228,7 @@ def test_undoing_is_refused() -> None:
 
 
 def test_cache_takes_a_config_only() -> None:
-    with pytest.raises(errors.ConfigError, match="not an inertia_fx.Config"):
+    with pytest.raises(errors.ConfigError, match=r"not an inertia_fx\.Config"):
         inertia_fx.InertiaCache(transformers.LlamaConfig())  # type: ignore[arg-type]
 
 
@@ -335,6 +340,8 @@ def test_recompile_limit_is_an_error_of_ours(model: Any) -> None:
 
 def test_messages_of_an_attention_refusal() -> None:
     error = errors.UnsupportedAttentionError(3, "softmax_3", "it is odd", "File x.py, line 1")
-    assert str(error).startswith("inertia_fx does not understand the attention of cache layer 3 at graph node 'softmax_3': it is odd.")
+    assert str(error).startswith(
+        "inertia_fx does not understand the attention of cache layer 3 at graph node 'softmax_3': it is odd."
+    )
     assert "x.py" in str(error)
     assert "the decode graph" in str(errors.UnsupportedAttentionError(None, None, "it is odd"))

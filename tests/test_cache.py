@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from inertia_fx import Config, errors
 from inertia_fx.cache import SlotCache
@@ -189,9 +190,8 @@ def test_contexts_exclude_each_other_and_an_empty_cache_cannot_step() -> None:
         _ = cache.state
     assert (cache.retained_positions(), cache.momentum, cache.budget, cache.nbytes) == ([], [], [], 0)
     run = Driven(Config(), [4])
-    with pytest.raises(errors.CacheError, match="inside another step"), run.cache.step(1):
-        with run.cache.prompt(1, 3):
-            pass
+    with pytest.raises(errors.CacheError, match="inside another step"), run.cache.step(1), run.cache.prompt(1, 3):
+        pass
     with pytest.raises(errors.CacheError, match="does not drive it"):
         run.cache.update(*columns([[4]]), 0)
     run.step()
@@ -200,11 +200,15 @@ def test_contexts_exclude_each_other_and_an_empty_cache_cannot_step() -> None:
 
 def test_layers_that_do_not_cache_every_token_are_named() -> None:
     cache = SlotCache(Config())
-    with pytest.raises(errors.UnsupportedModelError, match="Layer 1 cached 0 tokens where 5 were expected"):
+
+    def forward() -> None:
         with cache.prompt(1, 5):
-            cache.update(*columns([[0, 1, 2, 3, 4]]), 1)
+            cache.update(*columns([[0, 1, 2, 3, 4]]), 1)  # layer 0 is another layer's reader, say
             cache.layers[0].append(*columns([[0, 1, 2, 3, 4]]))
             cache.layers[1].keys = cache.layers[1].values = None
+
+    with pytest.raises(errors.UnsupportedModelError, match="Layer 1 cached 0 tokens where 5 were expected"):
+        forward()
     assert cache.nbytes == 0
     assert cache.get_seq_length() == 0
 
@@ -225,7 +229,13 @@ events = st.lists(
     seed=st.integers(0, 1000),
 )
 def test_any_course_of_events_is_that_of_a_plain_list(
-    lengths: list[int], events: list[Any], evict_after: int, budget: int | None, pool_width: int, protect: Any, seed: int
+    lengths: list[int],
+    events: list[Any],
+    evict_after: int,
+    budget: int | None,
+    pool_width: int,
+    protect: Any,
+    seed: int,
 ) -> None:
     """Prompts of unequal rows, steps, failing steps and prompts, in any order: retained positions are a list model's."""
     config = Config(

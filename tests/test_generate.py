@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from inertia_fx.verify import reference
 
 import inertia_fx
 from inertia_fx import errors
-from inertia_fx.verify import reference
 from tests import models
 
 SETTINGS: dict[str, Any] = {"ratio": 0.7, "min_budget": 5}
@@ -218,7 +218,8 @@ def test_loop_over_outputs(compiled: Any) -> None:
 
 
 def test_pipeline(compiled: Any, tmp_path: Any) -> None:
-    from tokenizers import Tokenizer, models as token_models, pre_tokenizers
+    from tokenizers import Tokenizer, pre_tokenizers
+    from tokenizers import models as token_models
 
     words = {f"w{number}": number for number in range(models.VOCABULARY)}
     backend = Tokenizer(token_models.WordLevel(words, unk_token="w0"))
@@ -368,7 +369,12 @@ def test_families(family: str, attention: str) -> None:
 def test_grouped_query_attention_with_one_kv_head_in_bf16() -> None:
     model = models.llama(heads=8, kv_heads=1).to(torch.bfloat16)
     cache = inertia_fx.InertiaCache()
-    generate(inertia_fx.compile(model, **SETTINGS, backend="aot_eager"), models.pad([models.prompt(40)]), 20, past_key_values=cache)
+    generate(
+        inertia_fx.compile(model, **SETTINGS, backend="aot_eager"),
+        models.pad([models.prompt(40)]),
+        20,
+        past_key_values=cache,
+    )
     assert cache.slots == 13
     assert cache.nbytes == 2 * 2 * 1 * 13 * 8 * 2  # layers, K and V, KV heads, slots, width, bytes
 

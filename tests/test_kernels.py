@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from inertia_fx.kernels import inductor_cpu, reference
 
 from inertia_fx import ops
-from inertia_fx.kernels import inductor_cpu, reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -28,7 +29,9 @@ shapes = st.fixed_dictionaries(
 )
 
 
-def draw(dtype: torch.dtype, rows: int, kv_heads: int, groups: int, slots: int, width: int, value_width: int, seed: int) -> Any:
+def draw(
+    dtype: torch.dtype, rows: int, kv_heads: int, groups: int, slots: int, width: int, value_width: int, seed: int
+) -> Any:
     generator = torch.Generator().manual_seed(seed)
     query = torch.randn(rows, kv_heads * groups, 1, width, generator=generator).to(dtype) * 2
     key = torch.randn(rows, kv_heads, slots, width, generator=generator).to(dtype)
@@ -105,7 +108,10 @@ def test_same_as_sdpa(shape: dict[str, int]) -> None:
     expect = F.scaled_dot_product_attention(query, key, value, attn_mask=live[:, None, None, :], enable_gqa=True)
     scale = 1 / math.sqrt(shape["width"])
     torch.testing.assert_close(
-        reference.slot_attention(query, key, value, additive(live), scale, shape["kv_heads"]), expect, rtol=1e-5, atol=1e-5
+        reference.slot_attention(query, key, value, additive(live), scale, shape["kv_heads"]),
+        expect,
+        rtol=1e-5,
+        atol=1e-5,
     )
 
 
@@ -116,7 +122,9 @@ def states(draw: Any) -> tuple[Any, Any, Any]:
     kinds = draw(st.lists(st.sampled_from(["live", "live", "live", "dead", "closed"]), min_size=slots, max_size=slots))
     values = draw(st.lists(st.sampled_from([0.0, 0.1, 0.1, 0.25, 3.0]), min_size=slots, max_size=slots))
     order = draw(st.permutations(range(slots)))
-    momentum = [{"live": value, "dead": -math.inf, "closed": math.inf}[kind] for kind, value in zip(kinds, values, strict=True)]
+    momentum = [
+        {"live": value, "dead": -math.inf, "closed": math.inf}[kind] for kind, value in zip(kinds, values, strict=True)
+    ]
     positions = [place if kind == "live" else -1 for kind, place in zip(kinds, order, strict=True)]
     return kinds, momentum, positions
 
@@ -148,7 +156,9 @@ def test_enter(state: Any, place: int) -> None:
     new_momentum, new_positions = reference.enter(
         torch.tensor([momentum]), torch.tensor([positions]), torch.tensor([place]), torch.tensor([99])
     )
-    others = [torch.tensor(momentum[slot]).item() for slot, kind in enumerate(kinds) if kind == "live" and slot != place]
+    others = [
+        torch.tensor(momentum[slot]).item() for slot, kind in enumerate(kinds) if kind == "live" and slot != place
+    ]
     expect = torch.tensor(math.fsum(others) / len(others) if others else 0.0, dtype=torch.float32)
     assert new_momentum[0, place] == expect
     assert new_positions[0, place] == 99
@@ -179,4 +189,4 @@ def test_opcheck(dtype: torch.dtype) -> None:
     momentum, positions = torch.rand(2, 9), torch.stack([torch.randperm(9), torch.randperm(9)])
     state = (momentum, positions, torch.zeros(2, dtype=torch.int64), torch.full((2,), 9))
     new = (momentum * 2, positions.clone(), [key, key.clone()], [value, value.clone()])
-    torch.library.opcheck(torch.ops.inertia_fx.retain, (*state, *new))
+    torch.library.opcheck(torch.ops.inertia_fx.retain, (*state, *new, 1, 2))

@@ -107,8 +107,8 @@ class Reference:
     def step(self, token_id: int) -> Tensor:
         """One decode step. Returns its logits."""
         self.step_number += 1
-        refresh = self.step_number == 1 if self.refresh_every is None else (
-            (self.step_number - 1) % self.refresh_every == 0
+        refresh = (
+            self.step_number == 1 if self.refresh_every is None else ((self.step_number - 1) % self.refresh_every == 0)
         )
         logits = self._forward([token_id])
         self.positions.append(self.seen)

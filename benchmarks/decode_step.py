@@ -1,0 +1,182 @@
+"""One decode step of SmolLM2-135M: inertia_fx against the best compiled full cache, in one process, in turns.
+
+    python benchmarks/decode_step.py [--prompts 4096,8192] [--dtype bfloat16] [--rounds 15] [--quick]
+
+Each row is the median over all rounds; a round times a few steps of every contender one after the other, so that a
+machine that slows down slows all of them. One thread. Cache contents are random (a step costs the same whatever the
+numbers), so no prompt is computed. Writes the table to benchmarks/results/decode_step.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import pathlib
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import inertia_fx
+from inertia_fx import models
+
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+@dataclasses.dataclass
+class Contender:
+    """Something whose decode step is timed: `step()` runs one."""
+
+    name: str
+    step: Callable[[], Any]
+    cached: Callable[[], int]
+    nbytes: Callable[[], int]
+    first: float = 0.0
+    times: list[float] = dataclasses.field(default_factory=list)
+
+    @property
+    def milliseconds(self) -> float:
+        return statistics.median(self.times) * 1e3
+
+
+def random_layers(model: Any, tokens: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    config = model.config
+    shape = (1, config.num_key_value_heads, tokens, config.head_dim)
+    return [
+        (torch.randn(shape).to(model.dtype), torch.randn(shape).to(model.dtype))
+        for _ in range(config.num_hidden_layers)
+    ]
+
+
+def storage(cache: Any) -> int:
+    return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+def full_cache(model: Any, tokens: int, room: int, static: bool) -> Contender:
+    """The peer: the model's own step under torch.compile, with transformers' DynamicCache or StaticCache."""
+    kind = "StaticCache" if static else "DynamicCache"
+    if static:
+        cache = transformers.StaticCache(config=model.config, max_cache_len=tokens + room)
+    else:
+        cache = transformers.DynamicCache(config=model.config)
+    for layer, (key, value) in enumerate(random_layers(model, tokens)):
+        cache.update(key, value, layer)
+    position = [tokens]
+    token = torch.tensor([[5]])
+
+    def forward(token: Any, positions: Any, cache: Any) -> Any:
+        return model(token, position_ids=positions, past_key_values=cache, use_cache=True).logits
+
+    compiled = torch.compile(forward)
+
+    def step() -> None:
+        compiled(token, torch.tensor([[position[0]]]), cache)
+        position[0] += 1
+
+    return Contender(f"full cache, {kind}, compiled", step, lambda: position[0], lambda: storage(cache))
+
+
+def bounded(model: Any, tokens: int, name: str, **settings: Any) -> Contender:
+    cache = inertia_fx.InertiaCache(inertia_fx.Config(**settings))
+    with cache.prompt(1, tokens):
+        for layer, (key, value) in enumerate(random_layers(model, tokens)):
+            cache.update(key, value, layer)
+    token = torch.tensor([[5]])
+    return Contender(
+        f"inertia_fx, {name}",
+        lambda: model(token, past_key_values=cache),
+        lambda: len(cache.retained_positions()[0]),
+        lambda: cache.nbytes,
+    )
+
+
+def measure(contenders: list[Contender], rounds: int, steps: int, progress: Progress) -> None:
+    for contender in contenders:
+        task = progress.add_task(f"compiling: {contender.name}", total=None)
+        begin = time.perf_counter()
+        for _ in range(3):  # DynamicCache compiles twice, the first eviction changes the slot count
+            contender.step()
+        contender.first = time.perf_counter() - begin
+        progress.remove_task(task)
+    task = progress.add_task("timing", total=rounds)
+    for _ in range(rounds):
+        for contender in contenders:
+            contender.step()
+            for _ in range(steps):
+                begin = time.perf_counter()
+                contender.step()
+                contender.times.append(time.perf_counter() - begin)
+        progress.advance(task)
+    progress.remove_task(task)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--prompts", default="4096,8192", help="prompt lengths, comma separated")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each contender per round")
+    parser.add_argument("--model", default=None, help="local folder or hub name; default SmolLM2-135M-Instruct")
+    parser.add_argument(
+        "--quick", action="store_true", help="few rounds, inner compiler 'eager': tries the script only"
+    )
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    dtype = getattr(torch, arguments.dtype)
+    rounds = 2 if arguments.quick else arguments.rounds
+    lines = [
+        f"`python benchmarks/decode_step.py`: torch {torch.__version__}, transformers {transformers.__version__},"
+        f" {arguments.dtype}, 1 thread of {platform.processor() or platform.machine()}"
+        f" ({torch.backends.cpu.get_cpu_capability()}), medians of {rounds * arguments.steps} steps\n",
+        "| prompt | step | ms | against the best full cache | cached tokens | K/V MiB | first 3 steps, s |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    console = Console()
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True,
+                  console=Console(stderr=True)) as progress, torch.no_grad():  # fmt: skip
+        task = progress.add_task("loading the model", total=None)
+        model, _ = models.load(arguments.model, dtype)
+        progress.remove_task(task)
+        compiled = inertia_fx.compile(model, ratio=0.9, backend="eager" if arguments.quick else "inductor")
+        for tokens in map(int, arguments.prompts.split(",")):
+            if arguments.quick:
+                torch.compiler.set_stance("force_eager")
+            contenders = [full_cache(model, tokens, 64 + 8 * rounds, static) for static in (True, False)]
+            contenders += [
+                bounded(compiled, tokens, "full refresh", ratio=0.9),
+                bounded(compiled, tokens, "Lazy4", ratio=0.9, refresh_every=4),
+                bounded(compiled, tokens, "Score-Free", ratio=0.9, refresh_every=None),
+            ]
+            measure(contenders, rounds, arguments.steps, progress)
+            best = min(contender.milliseconds for contender in contenders[:2])
+            table = Table(title=f"decode step at a prompt of {tokens:,} tokens, ratio 0.9")
+            for column in ("step", "ms", "×", "cached", "K/V MiB"):
+                table.add_column(column, justify="left" if column == "step" else "right")
+            for contender in contenders:
+                cells = (
+                    contender.name, f"{contender.milliseconds:.1f}", f"{best / contender.milliseconds:.2f}",
+                    f"{contender.cached():,}", f"{contender.nbytes() / 2**20:.1f}",
+                )  # fmt: skip
+                table.add_row(*cells)
+                lines.append(f"| {tokens} | {' | '.join(cells)} | {contender.first:.0f} |")
+            console.print(table)
+    if not arguments.quick:
+        RESULTS.mkdir(exist_ok=True)
+        target = RESULTS / "decode_step.md"
+        target.write_text("\n".join(lines) + "\n")
+        console.print(f"written to {target}")
+
+
+if __name__ == "__main__":
+    main()

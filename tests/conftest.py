@@ -1,0 +1,28 @@
+"""Settings of the whole test run: one thread per worker, quiet transformers, hypothesis without deadlines."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+import transformers
+from hypothesis import settings
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+settings.register_profile("default", deadline=None)
+settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first, so that no worker is left alone with them; tests that share a compiled model on one worker."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if {"layers", "groups", "backend"} <= parameters.keys():
+            group = "{layers}-{groups}-{backend}".format(**parameters)
+            item.add_marker(pytest.mark.xdist_group(group))
