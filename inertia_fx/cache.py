@@ -244,6 +244,8 @@ class SlotCache:
         if self._phase == "empty":
             raise CacheError("A decode step needs a non-empty cache: run a prompt first.")
         self._make_room()
+        if self.state.free.is_inference() and not torch.is_inference_mode_enabled():
+            slots.clone(self.layers, self.state)
         self._mode = "step"
         try:
             yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -105,7 +106,7 @@ class Config:
         """Tokens that survive each step for a row of `prompt` tokens: floor((1 - ratio) * prompt), exactly (SPEC D5, D6)."""
         if self.budget is not None:
             return self.budget
-        return max(self.min_budget, math.floor((1 - exact(self.ratio)) * prompt))
+        return max(self.min_budget, _kept(self.ratio, prompt))
 
     def refreshes_at(self, step: int) -> bool:
         """Whether decode step `step` (1, 2, ...) reads scores."""
@@ -133,6 +134,12 @@ class Config:
         if self.budget is None:
             shown.insert(0, f"ratio={self.ratio} (evicted)")
         return f"Config({', '.join(shown)})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _kept(ratio: float | Fraction | Decimal | str, prompt: int) -> int:
+    """Asked for every row on every step, so remembered."""
+    return math.floor((1 - exact(ratio)) * prompt)
 
 
 def exact(ratio: float | Fraction | Decimal | str) -> Fraction:

@@ -150,6 +150,16 @@ def select_rows(layers: Sequence[SlotLayer], state: RetentionState, index: Tenso
     mark_dynamic(layers, state)
 
 
+def clone(layers: Sequence[SlotLayer], state: RetentionState) -> None:
+    """Fresh tensors with the same contents (those made under `torch.inference_mode` cannot be written outside of it)."""
+    for layer in layers:
+        assert layer.keys is not None and layer.values is not None
+        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
+    for field in dataclasses.fields(state):
+        setattr(state, field.name, getattr(state, field.name).clone())
+    mark_dynamic(layers, state)
+
+
 def mark_dynamic(layers: Sequence[SlotLayer], state: RetentionState) -> None:
     """The slot count is a dynamic dimension of the compiled step: one graph serves every prompt length and budget."""
     for layer in layers:

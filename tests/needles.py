@@ -27,12 +27,20 @@ _CHAT = (
 
 @dataclasses.dataclass(frozen=True)
 class Needle:
-    """`user` goes through the chat template, `prefix` after it; `answer` must occur among `new_tokens` greedy tokens."""
+    """`user` goes through the chat template, `prefix` after it; `answer` must occur among `new_tokens` greedy tokens.
+
+    `plain` is the user's message without a needle, the same for all prompts of one kind.
+    """
 
     user: str
     prefix: str
     answer: str
     new_tokens: int
+    plain: str
+
+    def without_needle(self) -> Needle:
+        """The same text with fillers alone: equal up to where the needle is."""
+        return dataclasses.replace(self, user=self.plain, answer="")
 
     def token_ids(self, tokenizer: Any) -> list[int]:
         messages = [{"role": "user", "content": self.user}]
@@ -43,14 +51,18 @@ class Needle:
 
 def prefixed(fillers: int) -> list[Needle]:
     """Twelve prompts of 45 or 113 fillers."""
+    before = (
+        "Some text is given below. A special magic number is hidden in it. Make sure to memorize it. I will ask you about"
+        " the number afterwards.\n"
+    )
+    after = "\nWhat is the special magic number mentioned in the provided text?"
     return [
         Needle(
-            "Some text is given below. A special magic number is hidden in it. Make sure to memorize it. I will ask you"
-            f" about the number afterwards.\n{FILLER * place}The special magic number is {answer}. Remember it. "
-            f"{FILLER * (fillers - place)}\nWhat is the special magic number mentioned in the provided text?",
+            f"{before}{FILLER * place}The special magic number is {answer}. Remember it. {FILLER * (fillers - place)}{after}",
             "The special magic number mentioned in the provided text is",
             answer,
             12,
+            f"{before}{FILLER * fillers}{after}",
         )
         for place, answer in zip(_PLACES[fillers], _ANSWERS, strict=True)
     ]
@@ -58,14 +70,15 @@ def prefixed(fillers: int) -> list[Needle]:
 
 def chat() -> list[Needle]:
     """Eight prompts of 31 fillers."""
+    before = "Some special magic numbers are hidden in the text below. Remember them.\n"
     return [
         Needle(
-            "Some special magic numbers are hidden in the text below. Remember them.\n"
-            f"{FILLER * place}The special magic number for {key} is {answer}. {FILLER * (31 - place)}"
+            f"{before}{FILLER * place}The special magic number for {key} is {answer}. {FILLER * (31 - place)}"
             f"\nWhat is the special magic number for {key} mentioned in the text?",
             "",
             answer,
             40,
+            f"{before}{FILLER * 31}",
         )
         for key, place, answer in _CHAT
     ]

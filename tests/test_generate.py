@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from inertia_fx.verify import reference
 
 import inertia_fx
 from inertia_fx import errors
+from inertia_fx.verify import reference
 from tests import models
 
 SETTINGS: dict[str, Any] = {"ratio": 0.7, "min_budget": 5}
@@ -215,6 +215,18 @@ def test_loop_over_outputs(compiled: Any) -> None:
         tokens.append(int(output.logits[0, -1].argmax()))
         output = compiled(torch.tensor([tokens[-1:]]), past_key_values=output.past_key_values)
     assert tokens == generate(compiled, models.pad([row]), 8)[0, 40:].tolist()
+
+
+def test_inference_mode_and_out_of_it_again(model: Any, compiled: Any) -> None:
+    row = models.prompt(40)
+    expect = reference.decode(model, row, 6, **SETTINGS).tokens
+    cache, tokens, feed = inertia_fx.InertiaCache(), [], torch.tensor([row])
+    for step in range(7):
+        with torch.inference_mode(step % 3 != 2), torch.no_grad():
+            logits = compiled(feed, past_key_values=cache).logits
+            tokens.append(int(logits[0, -1].argmax()))
+            feed = torch.tensor([tokens[-1:]])
+    assert tokens == expect
 
 
 def test_pipeline(compiled: Any, tmp_path: Any) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from inertia_fx.verify import reference
 from torch._dynamo.utils import counters
 
 import inertia_fx
+from inertia_fx.verify import reference
 from tests import models
 
 pytestmark = pytest.mark.slow

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from inertia_fx.kernels import inductor_cpu, reference
 
 from inertia_fx import ops
+from inertia_fx.kernels import inductor_cpu, reference
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from inertia_fx.verify import reference
 
 import inertia_fx
+from inertia_fx.verify import reference
 from tests import models
 
 STEPS = 64

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from inertia_fx.passes import PASSES, Rewrite, find_marker, run_passes
 
 import inertia_fx
 from inertia_fx import debug, errors
 from inertia_fx.backend import BackendOptions, inertia
 from inertia_fx.cache import SlotCache
+from inertia_fx.passes import PASSES, Rewrite, find_marker, run_passes
 from tests import plain
 
 CONFIG = inertia_fx.Config(ratio=0.5, min_budget=2)

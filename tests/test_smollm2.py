@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from inertia_fx.verify import reference
 
 import inertia_fx
 from inertia_fx import models
+from inertia_fx.verify import reference
 from tests import needles
 
 pytestmark = pytest.mark.slow
@@ -39,19 +39,39 @@ def compiled() -> Any:
     return inertia_fx.compile(smollm2(torch.bfloat16)[0], backend="eager")
 
 
+Layers = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def prompt_model() -> tuple[Any, Any]:
+    return smollm2(torch.bfloat16 if torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32)
+
+
+@torch.no_grad()
+def run_prompt(ids: list[int], known: Layers) -> tuple[torch.Tensor, Layers]:
+    """The last token's logits and every layer's K and V, given those of the first tokens."""
+    model = prompt_model()[0]
+    cache = transformers.DynamicCache(config=model.config)
+    for layer, (key, value) in enumerate(known):
+        cache.update(key, value, layer)
+    rest = ids[cache.get_seq_length() :]
+    logits = model(torch.tensor([rest]), past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+    return logits, [(layer.keys, layer.values) for layer in cache.layers]
+
+
 @functools.cache
-def prefill(prompt: needles.Needle) -> tuple[list[int], Any, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Token ids, the last token's logits, and every layer's K and V in bf16."""
-    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    model, tokenizer = smollm2(torch.bfloat16 if fast else torch.float32)
-    ids = prompt.token_ids(tokenizer)
-    with torch.no_grad():
-        output = model(torch.tensor([ids]), use_cache=True, logits_to_keep=1)
-    return (
-        ids,
-        output.logits[0, -1],
-        [(layer.keys.bfloat16(), layer.values.bfloat16()) for layer in output.past_key_values.layers],
-    )
+def without_needle(prompt: needles.Needle) -> tuple[list[int], Layers]:
+    ids = prompt.token_ids(prompt_model()[1])
+    return ids, run_prompt(ids, [])[1]
+
+
+@functools.cache
+def prefill(prompt: needles.Needle) -> tuple[list[int], torch.Tensor, Layers]:
+    """Token ids, the last token's logits, and K and V in bf16. What precedes the needle is computed once for all."""
+    ids = prompt.token_ids(prompt_model()[1])
+    plain, layers = without_needle(prompt.without_needle())
+    same = next(index for index, (mine, theirs) in enumerate(zip(ids, plain, strict=False)) if mine != theirs)
+    logits, layers = run_prompt(ids, [(key[:, :, :same], value[:, :, :same]) for key, value in layers])
+    return ids, logits, [(key.bfloat16(), value.bfloat16()) for key, value in layers]
 
 
 @torch.no_grad()

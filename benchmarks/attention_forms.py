@@ -1,0 +1,93 @@
+"""One query's attention with scores, in the forms that the `lower` pass can choose from, compiled by Inductor.
+
+    python benchmarks/attention_forms.py [--slots 410,820,8193] [--rounds 100]
+
+All forms of a row run in turns in one process, one thread; medians in microseconds. SmolLM2's shapes: 9 query and 3 KV
+heads, width 64. Writes benchmarks/results/attention_forms.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import statistics
+import time
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+
+from inertia_fx.kernels import inductor_cpu, reference
+
+HEADS, KV_HEADS, WIDTH = 9, 3, 64
+RESULTS = pathlib.Path(__file__).parent / "results"
+
+
+def sdpa(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
+    """The peer: scaled_dot_product_attention, which gives no scores."""
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.125)
+
+
+def matrix_products(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
+    return reference.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention")
+
+
+def inductor_cpu_full(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
+    return inductor_cpu.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention", False)
+
+
+def inductor_cpu_half(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
+    return inductor_cpu.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention", True)
+
+
+FORMS = (sdpa, matrix_products, inductor_cpu_full, inductor_cpu_half)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--slots", default="410,820,8193")
+    parser.add_argument("--rounds", type=int, default=100)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    table = Table(title="attention of one query with scores, microseconds")
+    names = ("dtype", "slots", *(form.__name__ for form in FORMS))
+    for name in names:
+        table.add_column(name, justify="right")
+    lines = [
+        f"`python benchmarks/attention_forms.py`: torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}\n",
+        f"| {' | '.join(names)} |",
+        f"| {' | '.join('---' for _ in names)} |",
+    ]
+    for dtype in (torch.bfloat16, torch.float32):
+        for slots in map(int, arguments.slots.split(",")):
+            q = torch.randn(1, HEADS, 1, WIDTH).to(dtype)
+            k, v = (torch.randn(1, KV_HEADS, slots, WIDTH).to(dtype) for _ in range(2))
+            mask, live = torch.zeros(1, 1, 1, slots), torch.ones(1, slots, dtype=torch.bool)
+            compiled = [torch.compile(form) for form in FORMS]
+            for run in compiled:
+                run(q, k, v, mask, live)
+            times: list[list[float]] = [[] for _ in FORMS]
+            for _ in range(arguments.rounds):
+                for index, run in enumerate(compiled):
+                    begin = time.perf_counter()
+                    run(q, k, v, mask, live)
+                    times[index].append(time.perf_counter() - begin)
+            medians = [f"{statistics.median(each) * 1e6:.0f}" for each in times]
+            row = (str(dtype).removeprefix("torch."), str(slots), *medians)
+            table.add_row(*row)
+            lines.append(f"| {' | '.join(row)} |")
+    console = Console()
+    console.print(table)
+    RESULTS.mkdir(exist_ok=True)
+    target = RESULTS / "attention_forms.md"
+    target.write_text("\n".join(lines) + "\n")
+    console.print(f"written to {target}")
+
+
+if __name__ == "__main__":
+    main()
