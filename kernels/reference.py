@@ -129,9 +129,8 @@ def next_free(momentum: Tensor, positions: Tensor, length: Tensor, protect_first
     `length` is [B] int64, the new token's position. Dead slots carry momentum -inf and closed slots +inf, so both
     fall into place by themselves; equal momentum lets the oldest position go (SPEC D7).
     """
-    key = momentum
-    if protect_first or protect_recent:
-        held = (positions >= 0) & ((positions < protect_first) | (positions > length.unsqueeze(1) - protect_recent))
-        key = torch.where(held, math.inf, momentum)
+    # No branch on what is protected: torch.compile may have made the two numbers symbols.
+    held = (positions >= 0) & ((positions < protect_first) | (positions > length.unsqueeze(1) - protect_recent))
+    key = torch.where(held, math.inf, momentum)
     smallest = key == key.amin(-1, keepdim=True)
     return torch.where(smallest, positions, _LAST).argmin(-1)

@@ -17,7 +17,7 @@ def evict(rewrite: Rewrite) -> PassResult:
     )  # fmt: skip
     rewrite.graph.erase_node(marker.node)
     protected = f", sparing the first {marker.protect_first} and the last {marker.protect_recent} tokens"
-    if not marker.protect_first and not marker.protect_recent:
+    if marker.protect_first == marker.protect_recent == 0:
         protected = ""
     return PassResult("evict", (f"'{marker.free.name}' = argmin of (momentum, position){protected}",))
 

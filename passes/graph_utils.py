@@ -46,8 +46,8 @@ class Marker:
     new_positions: fx.Node
     keys: tuple[fx.Node, ...]
     values: tuple[fx.Node, ...]
-    protect_first: int
-    protect_recent: int
+    protect_first: int | fx.Node
+    protect_recent: int | fx.Node
 
     @property
     def state(self) -> tuple[fx.Node, ...]:

@@ -368,7 +368,8 @@ def test_a_cache_can_be_saved_and_restored_in_the_middle(compiled: Any) -> None:
     "family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "granite", "gpt_neox", "gpt2"]
 )
 def test_families(family: str, attention: str) -> None:
-    model = models.tiny(family, attn_implementation=attention)
+    layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1}
+    model = models.tiny(family, attn_implementation=attention, **layers)
     compiled = inertia_fx.compile(model, **SETTINGS, backend="eager")
     row = models.prompt(40)
     cache = inertia_fx.InertiaCache()

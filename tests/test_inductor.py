@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -17,61 +18,55 @@ pytestmark = pytest.mark.slow
 SETTINGS: dict[str, Any] = {"ratio": 0.7, "min_budget": 5}
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_same_as_reference(attention: str) -> None:
-    model = models.llama(layers=2, heads=4, kv_heads=2, attention=attention)
-    compiled = inertia_fx.compile(model)
-    rows = [models.prompt(length, seed) for seed, length in enumerate((40, 23, 31))]
-    for refresh_every, evict_after in ((1, 1), (4, 8)):
-        settings = SETTINGS | {"refresh_every": refresh_every, "evict_after": evict_after}
-        run = models.decode(compiled, rows, 64, inertia_fx.InertiaCache(inertia_fx.Config(**settings)))
-        for index, row in enumerate(rows):
-            expect = reference.decode(model, row, 64, **settings)
-            assert run.retained[index] == expect.retained
-            assert run.tokens[index] == expect.tokens
-
-
-@pytest.mark.parametrize("scorer", ["vnorm", "entropy"])
-def test_scorers_same_as_reference(scorer: str) -> None:
-    model = models.llama(layers=1)
-    row = models.prompt(40)
-    cache = inertia_fx.InertiaCache()
-    run = models.decode(inertia_fx.compile(model, **SETTINGS, scorer=scorer), [row], 64, cache)
-    expect = reference.decode(model, row, 64, **SETTINGS, scorer=scorer)
-    assert run.retained[0] == expect.retained
-    assert run.tokens[0] == expect.tokens
+@functools.cache
+def compiled(dtype: torch.dtype) -> tuple[Any, Any]:
+    """The original and the compiled model; all tests of a dtype share its graphs."""
+    model = models.llama().to(dtype)
+    return model, inertia_fx.compile(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.xdist_group("inductor")
 def test_no_new_graphs_for_new_lengths(dtype: torch.dtype) -> None:
     """20 prompts of 20 lengths from 50 to 3,000, and some that are shorter than the budget or longer than 4,096."""
-    compiled = inertia_fx.compile(models.llama().to(dtype), ratio=0.9)
+    model = compiled(dtype)[1]
     lengths = [50, 3000, *range(60, 2900, 158), 5000, 1, 2, 3, 12, 20, 21]
     assert len(lengths) >= 20
     graphs = []
     for index, length in enumerate(lengths):
         ids = torch.tensor([models.prompt(length, index)])
-        compiled.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
         graphs.append(counters["stats"]["unique_graphs"])
-        if index == 0:
-            first = graphs[0]
-    assert set(graphs) == {first}
+    assert set(graphs) == {graphs[0]}
 
 
+@pytest.mark.xdist_group("inductor")
+def test_same_as_reference() -> None:
+    model, runner = compiled(torch.float32)
+    rows = [models.prompt(length, seed) for seed, length in enumerate((40, 23, 31))]
+    for lengths, refresh_every, evict_after in ((1, 1, 1), (3, 4, 8)):
+        settings = SETTINGS | {"refresh_every": refresh_every, "evict_after": evict_after}
+        run = models.decode(runner, rows[:lengths], 64, inertia_fx.InertiaCache(inertia_fx.Config(**settings)))
+        for index, row in enumerate(rows[:lengths]):
+            expect = reference.decode(model, row, 64, **settings)
+            assert run.retained[index] == expect.retained
+            assert run.tokens[index] == expect.tokens
+
+
+@pytest.mark.xdist_group("inductor")
 def test_half_precision_decodes_as_eager_does() -> None:
     """bf16 rounds differently in a fused loop: compared by teacher-forced logits, and by what is retained."""
-    model = models.llama(layers=2).to(torch.bfloat16)
+    model, runner = compiled(torch.bfloat16)
     row = models.prompt(60)
     forced = models.prompt(30, 9)
     traces = []
-    for backend in ("eager", "inductor"):
-        compiled = inertia_fx.compile(model, **SETTINGS, backend=backend)
-        cache = inertia_fx.InertiaCache()
+    for run in (inertia_fx.compile(model, backend="eager"), runner):
+        cache = inertia_fx.InertiaCache(inertia_fx.Config(**SETTINGS))
         trace = []
         with torch.no_grad():
-            compiled(torch.tensor([row]), past_key_values=cache)
+            run(torch.tensor([row]), past_key_values=cache)
             for token in forced:
-                logits = compiled(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].float()
+                logits = run(torch.tensor([[token]]), past_key_values=cache).logits[0, -1].float()
                 trace.append((logits, set(cache.retained_positions()[0].tolist())))
         traces.append(trace)
     same = sum(len(a & b) / len(a | b) for (_, a), (_, b) in zip(*traces, strict=True)) / len(forced)
@@ -80,11 +75,13 @@ def test_half_precision_decodes_as_eager_does() -> None:
     assert (first - second).abs().max() < 0.05 * first.abs().max()
 
 
-def test_options_reach_inductor() -> None:
-    compiled = inertia_fx.compile(
-        models.llama(layers=1), **SETTINGS, options={"max_autotune": False, "epilogue_fusion": True}
-    )
+@pytest.mark.parametrize(
+    "settings", [{"scorer": "vnorm"}, {"scorer": "entropy", "options": {"max_autotune": False}}], ids=str
+)
+def test_scorers_same_as_reference(settings: dict[str, Any]) -> None:
+    model = models.llama(layers=1)
     row = models.prompt(40)
-    cache = inertia_fx.InertiaCache()
-    run = models.decode(compiled, [row], 3, cache)
-    assert run.retained[0] == reference.decode(models.llama(layers=1), row, 3, **SETTINGS).retained
+    run = models.decode(inertia_fx.compile(model, **SETTINGS, **settings), [row], 64)
+    expect = reference.decode(model, row, 64, **SETTINGS, scorer=settings["scorer"])
+    assert run.retained[0] == expect.retained
+    assert run.tokens[0] == expect.tokens
