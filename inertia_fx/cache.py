@@ -44,7 +44,7 @@ class SlotCache:
             ...                               # │ attention masked by entry.live
             cache.leave(entry)                # ┘
 
-    If the body raises, the cache is as it was before.
+    If the body raises, the cache is as it was before (what the body wrote into the slot to overwrite is of no account).
 
     Args:
         config: what to keep; ``None`` takes the settings of the first compiled model that uses the cache.
@@ -61,6 +61,7 @@ class SlotCache:
         for layer in self.layers:
             layer.keys = layer.values = None
         self._mode = "idle"
+        self._left = False
         self._phase = "empty"
         self._state: RetentionState | None = None
         self._seen = 0
@@ -139,6 +140,9 @@ class SlotCache:
         """
         self._require_idle()
         self._require_rows(rows)
+        counts = _real_tokens(rows, tokens, padding)
+        if not self.rows and 0 in counts:
+            raise CacheError(f"Row {counts.index(0)} of the prompt is padding alone: every row needs a token.")
         restore = self._snapshot()
         if self._phase == "slots":
             self._to_columns()
@@ -151,7 +155,7 @@ class SlotCache:
             raise
         finally:
             self._mode = "idle"
-        self._join(rows, tokens, padding)
+        self._join(rows, tokens, padding, counts)
 
     def _snapshot(self) -> Callable[[], None]:
         """A function that puts the buffers and the state back. Prompts replace tensors and never write into them."""
@@ -177,13 +181,12 @@ class SlotCache:
                     " every token in every layer (shared or sliding key-value layers). Use the uncompiled model."
                 )
 
-    def _join(self, rows: int, tokens: int, padding: Tensor | None) -> None:
+    def _join(self, rows: int, tokens: int, padding: Tensor | None, counts: list[int]) -> None:
         """The prompt's tokens join at the mean of the row's live momenta (0 for a first prompt), at their positions."""
         device = self.layers[0].keys.device
         real = (
             torch.ones(rows, tokens, dtype=torch.bool, device=device) if padding is None else padding.to(device).bool()
         )
-        counts = [tokens] * rows if padding is None else real.sum(-1).tolist()
         if self._state is None:
             empty = torch.zeros(rows, 0, device=device)
             start = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -243,12 +246,22 @@ class SlotCache:
         self._require_rows(rows)
         if self._phase == "empty":
             raise CacheError("A decode step needs a non-empty cache: run a prompt first.")
+        if self.config is None:
+            raise CacheError("A decode step needs to know what to keep: make the cache with a Config.")
         self._make_room()
-        if self.state.free.is_inference() and not torch.is_inference_mode_enabled():
+        if not slots.is_writable(self.layers, self.state):
             slots.clone(self.layers, self.state)
-        self._mode = "step"
+        self._mode, self._left = "step", False
+        before = [getattr(self.state, field.name).clone() for field in dataclasses.fields(self.state)]
         try:
             yield
+            if not self._left:
+                raise CacheError("The body of `with cache.step(...)` ran no decode step: it must call enter and leave.")
+        except BaseException:
+            if self._left:
+                for field, value in zip(dataclasses.fields(self.state), before, strict=True):
+                    getattr(self.state, field.name).copy_(value)
+            raise
         finally:
             self._mode = "idle"
         self._count_step()
@@ -296,6 +309,7 @@ class SlotCache:
             [layer.values for layer in self.layers],
             *self._protected,
         )
+        self._left = True
 
     def _make_room(self) -> None:
         assert self.config is not None and self._state is not None
@@ -423,3 +437,16 @@ class SlotCache:
                 f"The cache holds {self.rows} sequence(s) and the forward has {rows}: use a new InertiaCache for"
                 " another batch, or call cache.reset() first."
             )
+
+
+def _real_tokens(rows: int, tokens: int, padding: Tensor | None) -> list[int]:
+    """How many tokens of a prompt are real, per row. This waits for the device, once per prompt."""
+    if tokens < 1:
+        raise CacheError(
+            "A prompt without tokens: in a second turn, `generate` wants the whole text, of which it feeds what is new."
+        )
+    if padding is None:
+        return [tokens] * rows
+    if padding.shape != (rows, tokens):
+        raise CacheError(f"The padding has shape {tuple(padding.shape)}, the prompt {(rows, tokens)}: they must agree.")
+    return padding.bool().sum(-1).tolist()

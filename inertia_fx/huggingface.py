@@ -158,7 +158,7 @@ class _Compiled:
         if tokens is None:
             raise CacheError("Neither input_ids nor inputs_embeds was passed.")
         rows, width = tokens.shape[:2]
-        cache._bind(runtime.uid, runtime.config, runtime.layers)
+        cache._bind(runtime.uid, runtime.config, runtime.layers, self.dtype)  # type: ignore[attr-defined]
         arguments["use_cache"] = True
         if cache._decodes(width) and arguments.get("labels") is None:
             return self._inertia_step(cache, rows, tokens.device, arguments)
@@ -166,7 +166,7 @@ class _Compiled:
 
     def _inertia_prompt(self, cache: InertiaCache, rows: int, width: int, arguments: dict[str, Any]) -> Any:
         mask = arguments.get("attention_mask")
-        padding = _padding(mask, cache._seen, width)
+        padding = _padding(mask, cache._seen, rows, width)
         with cache.prompt(rows, width, padding):
             if cache._seen:
                 arguments["attention_mask"] = cache.columns_mask(width, padding)
@@ -182,7 +182,8 @@ class _Compiled:
                     " (several tokens), or use the uncompiled model."
                 )
         _require_readable_attention(self)
-        arguments.pop("attention_mask", None)
+        # Its new column is not read: a decode step's token is real, and looking would make every step wait for the device.
+        _check_mask(arguments.pop("attention_mask", None), cache._seen, rows, 1)
         if arguments.get("position_ids") is None and "position_ids" in _parameters(self._inertia_base):
             arguments["position_ids"] = torch.full((1, 1), cache._seen, device=device)
         assert cache.config is not None
@@ -198,7 +199,7 @@ class _Compiled:
         except torch._dynamo.exc.FailOnRecompileLimitHit as failure:
             raise RecompileError(
                 "The decode step has been compiled for so many batch sizes or settings that torch.compile stopped:"
-                " call inertia_fx.compile(model) again for a fresh set, or raise torch._dynamo.config.recompile_limit."
+                " raise torch._dynamo.config.recompile_limit, or call inertia_fx.compile(model) again and start new caches."
             ) from failure
         except torch._dynamo.exc.Unsupported as failure:
             raise UnsupportedModelError(
@@ -326,19 +327,25 @@ def _require_ours(cache: Any) -> InertiaCache:
     return cache
 
 
-def _padding(mask: Any, seen: int, width: int) -> Tensor | None:
+def _padding(mask: Any, seen: int, rows: int, width: int) -> Tensor | None:
     """The part of a 2-D attention mask that covers this forward's own tokens; ``None`` if all of them are real."""
+    _check_mask(mask, seen, rows, width)
+    own = None if mask is None else mask[:, seen:].bool()
+    return None if own is None or bool(own.all()) else own
+
+
+def _check_mask(mask: Any, seen: int, rows: int, width: int) -> None:
     if mask is None:
-        return None
+        return
     if not isinstance(mask, Tensor) or mask.ndim != 2:
         raise CacheError(
-            "A prompt's attention_mask must be 2-D, [batch, tokens]: from a prepared mask one cannot tell which tokens"
-            " are padding, and padding must never be kept."
+            "attention_mask must be 2-D, [batch, tokens]: from a prepared mask one cannot tell which tokens are padding,"
+            " and padding must never be kept."
         )
+    if mask.shape[0] != rows:
+        raise CacheError(f"attention_mask has {mask.shape[0]} rows and the forward {rows}: they must agree.")
     if mask.shape[1] != seen + width:
         raise CacheError(
             f"attention_mask covers {mask.shape[1]} tokens, but {seen} are cached and {width} are new: pass"
             f" {seen + width}."
         )
-    own = mask[:, seen:].bool()
-    return None if bool(own.all()) else own

@@ -68,23 +68,31 @@ class InertiaCache(SlotCache, Cache):
             )
         Cache.__init__(self, layers=[])
         SlotCache.__init__(self, config)
+        self._given = config
         self._owner: str | None = None
+        self._dtype: torch.dtype | None = None
         self._gathering = False
 
-    def _bind(self, owner: str, config: Config, layers: int) -> None:
+    def _bind(self, owner: str, config: Config, layers: int, dtype: torch.dtype) -> None:
+        """Take a model's side, or refuse it. An empty cache belongs to nobody yet, whoever has tried it before."""
+        if self._phase == "empty":
+            self._owner, self._dtype, self.config = owner, dtype, self._given or config
+            self.layers = [self.layer_class() for _ in range(layers)]
+            return
         if self._owner is not None and self._owner != owner:
             raise CacheError(
                 "This InertiaCache was filled by another model: use a new InertiaCache, or call cache.reset() first."
             )
-        if self.layers and len(self.layers) != layers:
+        if len(self.layers) != layers:
             raise CacheError(
                 f"This InertiaCache holds {len(self.layers)} layers and the model has {layers}: use a new InertiaCache."
             )
-        if self.config is None:
-            self.config = config
-        if not self.layers:
-            self.layers = [self.layer_class() for _ in range(layers)]
-        self._owner = owner
+        if self._dtype is not None and self._dtype != dtype:
+            raise CacheError(
+                f"The model has become {dtype} since this InertiaCache was filled in {self._dtype}: use a new InertiaCache."
+            )
+        self._owner, self._dtype = owner, dtype
+        self.config = self.config or config
 
     @contextmanager
     def _whole_prompt(self) -> Iterator[None]:
@@ -101,7 +109,8 @@ class InertiaCache(SlotCache, Cache):
     def reset(self) -> None:
         """Forget everything, the model too; the cache can then serve any model and batch size."""
         super().reset()
-        self._owner = None
+        self._owner = self._dtype = None
+        self.config = self._given
         self.layers = []
 
     # ------------------------------------------------------------------ what transformers asks

@@ -137,7 +137,7 @@ def extend(
 
 def select_rows(layers: Sequence[SlotLayer], state: RetentionState, index: Tensor) -> None:
     """Row i becomes what row index[i] was; in place if the number of rows stays, so that addresses stay valid."""
-    same = index.numel() == state.free.numel()
+    same = index.numel() == state.free.numel() and is_writable(layers, state)
     owners: list[tuple[Any, tuple[str, ...]]] = [(layer, ("keys", "values")) for layer in layers]
     for owner, names in [*owners, (state, ("momentum", "positions", "free", "length"))]:
         for name in names:
@@ -148,6 +148,15 @@ def select_rows(layers: Sequence[SlotLayer], state: RetentionState, index: Tenso
             else:
                 setattr(owner, name, chosen)
     mark_dynamic(layers, state)
+
+
+def is_writable(layers: Sequence[SlotLayer], state: RetentionState) -> bool:
+    """False if a tensor was made under `torch.inference_mode` and we are outside of it."""
+    if torch.is_inference_mode_enabled():
+        return True
+    tensors = [getattr(state, field.name) for field in dataclasses.fields(state)]
+    tensors += [tensor for layer in layers for tensor in (layer.keys, layer.values)]
+    return not any(tensor.is_inference() for tensor in tensors)
 
 
 def clone(layers: Sequence[SlotLayer], state: RetentionState) -> None:

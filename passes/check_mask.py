@@ -23,7 +23,7 @@ def check_mask(mask: Any, marker: Marker) -> fx.Node:
         Refusal: it is missing, depends on more than the retention state, or is not the liveness of the slots.
     """
     if not isinstance(mask, fx.Node):
-        raise Refusal("it has no mask, so it would attend to dead slots; mask it by the entry's `live`")
+        raise Refusal(f"its mask is {mask!r}, not a tensor")
     sources = [node for node in ancestors(mask) if node.op in ("placeholder", "get_attr")]
     foreign = [node for node in sources if node not in marker.state and shape_of(node) is not None]
     if foreign:
@@ -46,15 +46,16 @@ def _run_on_a_small_state(mask: fx.Node, marker: Marker) -> None:
     """
     slots = 8
     batch = shape_of(marker.free)
-    rows = 1 if batch is None else int(batch[0])
+    # A symbolic batch size must not be turned into a number: that would compile the step for this batch size alone.
+    rows = batch[0] if batch is not None and isinstance(batch[0], int) else 2
     positions = torch.tensor([[40, -1, 3, 0, 41, 7, -1, 39]]).repeat(rows, 1)
     values: dict[fx.Node, Any] = {
         marker.positions: positions,
-        marker.momentum: torch.where(positions < 0, -math.inf, 0.5),
+        marker.momentum: torch.tensor([[0.5, -math.inf, 0.5, 0.5, 0.5, 0.5, math.inf, 0.5]]).repeat(rows, 1),
         marker.free: torch.full((rows,), 1),
         marker.length: torch.full((rows,), 42),
     }
-    symbol = str((shape_of(marker.positions) or (None, None))[1])
+    sizes = {str(size): number for size, number in zip(shape_of(marker.positions) or (), (rows, slots), strict=False)}
     needed = {*ancestors(mask), *ancestors(marker.new_positions)}
     for node in mask.graph.nodes:
         if node not in needed or node in values:
@@ -63,7 +64,7 @@ def _run_on_a_small_state(mask: fx.Node, marker: Marker) -> None:
             size = node.meta.get("example_value")
             if not isinstance(size, (int, torch.SymInt)):
                 raise Refusal(f"its mask depends on '{node.name}', which is not part of the retention state")
-            values[node] = slots if str(size) == symbol else int(size)
+            values[node] = sizes.get(str(size), size if isinstance(size, int) else size.node.hint)
             continue
         try:
             values[node] = _run_node(node, values)

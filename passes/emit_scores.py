@@ -8,21 +8,18 @@ import operator
 import torch
 from torch import Tensor, fx
 
-from .graph_utils import PassResult, Rewrite, erase_dead
+from .graph_utils import PassResult, Rewrite, dtype_of, erase_dead
 
 
 def emit_scores(rewrite: Rewrite) -> PassResult:
     """Replace every site; fill `rewrite.scores` with one [B, S] node per scored layer, in the cache's order."""
     graph, marker, options = rewrite.graph, rewrite.marker, rewrite.options
     rewrite.live = rewrite.emit(marker.new_positions.next, _is_live, marker.new_positions)
-    masks: dict[fx.Node, fx.Node] = {}
+    masks: dict[fx.Node | None, fx.Node] = {}
     matched, skipped, scores = [], [], []
     for site in rewrite.sites:
         if site.mask not in masks:
-            dtype = site.mask.meta["example_value"].dtype
-            masks[site.mask] = rewrite.emit(
-                site.mask.next, _from_bool if dtype == torch.bool else _from_float, site.mask
-            )
+            masks[site.mask] = _additive(rewrite, site.mask)
         attend = (site.query, site.key, site.value, masks[site.mask])
         with graph.inserting_before(site.output):
             if _is_scored(rewrite, site.layer):
@@ -43,6 +40,18 @@ def emit_scores(rewrite: Rewrite) -> PassResult:
         erase_dead(graph, site.output)
     rewrite.scores = tuple(scores)
     return PassResult("emit_scores", tuple(matched), tuple(skipped))
+
+
+def _additive(rewrite: Rewrite, mask: fx.Node | None) -> fx.Node:
+    """The mask as fp32 summands; without one, the live slots: dead ones are never attended to."""
+    if mask is None:
+        assert rewrite.live is not None
+        return rewrite.emit(rewrite.live.next, _from_live, rewrite.live)
+    return rewrite.emit(mask.next, _from_bool if dtype_of(mask) == torch.bool else _from_float, mask)
+
+
+def _from_live(live: Tensor) -> Tensor:
+    return torch.where(live, 0.0, -math.inf)[:, None, None, :]
 
 
 def _is_scored(rewrite: Rewrite, layer: int) -> bool:

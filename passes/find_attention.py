@@ -31,6 +31,8 @@ from .graph_utils import (
     ancestors,
     argument,
     calls,
+    dtype_of,
+    mutation_of,
     shape_of,
     unwrap_cast,
     unwrap_repeat,
@@ -48,7 +50,7 @@ class AttentionSite:
         form: "sdpa" or "softmax".
         output: the node to replace, [B, H, 1, Dv].
         query: [B, H, 1, D]; key: [B, N, S, D] and value: [B, N, S, Dv] are the slot buffers themselves.
-        mask: [B or 1, 1, 1, S], bool or additive.
+        mask: [B or 1, 1, 1, S], bool or additive; ``None`` if it has none: then it attends to the live slots.
         scale: factor of the logits, a number or a node.
         kv_heads, groups: N and H / N.
     """
@@ -59,7 +61,7 @@ class AttentionSite:
     query: fx.Node
     key: fx.Node
     value: fx.Node
-    mask: fx.Node
+    mask: fx.Node | None
     scale: float | fx.Node
     kv_heads: int
     groups: int
@@ -185,14 +187,16 @@ def _read_sdpa(node: fx.Node) -> _Candidate:
 def _read_softmax(node: fx.Node, marker: Marker) -> _Candidate:
     if argument(node, 1, "dim") not in (-1, 3):
         raise Refusal("its softmax does not run over the last dimension")
-    logits = unwrap_cast(node.args[0])
+    logits = unwrap_cast(argument(node, 0, "input"))
     masks = []
     while calls(logits, "add", operator.add, torch.add):
         # The summand that is computed from a slot buffer is the logits, the other one the mask.
-        left, right = (unwrap_cast(side) for side in logits.args[:2])
+        if logits.kwargs.get("alpha", 1) != 1:
+            raise Refusal("what is added to its logits is scaled by alpha=")
+        left, right = (unwrap_cast(argument(logits, place, name)) for place, name in enumerate(("input", "other")))
         logits, mask = (left, right) if _reads(left, marker) else (right, left)
         masks.append(mask)
-    if len(masks) != 1:
+    if len(masks) > 1:
         raise Refusal(
             f"{len(masks)} tensors are added to its logits where the mask alone was expected;"
             f" beneath them is {_describe(logits)}"
@@ -225,7 +229,7 @@ def _read_softmax(node: fx.Node, marker: Marker) -> _Candidate:
             raise Refusal(f"its weights are used {len(users)} times (softcap, sinks or returned weights?)")
         user = users[0]
         if calls(user, "matmul", torch.matmul, operator.matmul) and user.args[0] is output:
-            return _Candidate("softmax", user, query, key, user.args[1], masks[0], scale)
+            return _Candidate("softmax", user, query, key, user.args[1], masks[0] if masks else None, scale)
         if calls(user, "dropout", F.dropout, torch.dropout):
             if argument(user, 2, "training", True) and argument(user, 1, "p", 0.5) != 0:
                 raise Refusal("it drops attention weights: call model.eval() first")
@@ -257,7 +261,30 @@ def _check(candidate: _Candidate, layer: int, marker: Marker) -> AttentionSite:
     heads, kv_heads = int(shape[1]), int(cached[1])
     if heads % kv_heads or shape[3] != cached[3]:
         raise Refusal(f"its query {shape} does not fit keys of shape {cached}")
+    dtypes = {dtype_of(node) for node in (query, marker.keys[layer], value, candidate.output)}
+    if len(dtypes) != 1:
+        raise Refusal(
+            f"its query, keys, values and output are not of one dtype, but {', '.join(sorted(map(str, dtypes)))}"
+        )
+    _check_untouched(candidate, query, marker)
+    mask = None if candidate.mask is None else check_mask(candidate.mask, marker)
+    if mask is not None and candidate.form == "softmax" and dtype_of(mask) == torch.bool:
+        raise Refusal("its mask is boolean and added to the logits, as 0 and 1")
     return AttentionSite(
         layer, candidate.form, candidate.output, query, marker.keys[layer], value,
-        check_mask(candidate.mask, marker), candidate.scale, kv_heads, heads // kv_heads,
+        mask, candidate.scale, kv_heads, heads // kv_heads,
     )  # fmt: skip
+
+
+def _check_untouched(candidate: _Candidate, query: fx.Node, marker: Marker) -> None:
+    """Nothing between the inputs and the output may be written into: what is replaced would not see it."""
+    inputs = {query, *marker.keys, *marker.values, *marker.state, marker.new_momentum, marker.new_positions}
+    todo, seen = [candidate.output], set()
+    while todo:
+        current = todo.pop()
+        if current in inputs or current in seen:
+            continue
+        seen.add(current)
+        if current is not candidate.output and (writer := mutation_of(current)) is not None:
+            raise Refusal(f"'{current.name}', a part of it, is written into by {_describe(writer)}")
+        todo.extend(current.all_input_nodes)

@@ -120,6 +120,12 @@ def argument(node: fx.Node, position: int, name: str, default: Any = None) -> An
     return node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
 
 
+def dtype_of(node: fx.Node) -> torch.dtype | None:
+    """Dtype of a node's tensor as Dynamo saw it, ``None`` if unknown."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
 def calls(node: object, name: str, *functions: Any) -> bool:
     """Whether a node calls the tensor method `name` or one of the functions."""
     if not isinstance(node, fx.Node):
@@ -181,6 +187,54 @@ def unwrap_repeat(node: Any) -> Any:
     grows = (*wide[:2], *wide[3:]) == before
     merges = after == (before[0], before[1] * wide[2], *before[2:])
     return unwrap_cast(picked.args[0]) if grows and merges else node
+
+
+_VIEWS = {
+    "view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "flatten", "unflatten", "detach",
+    "narrow", "select", "split", "chunk", "unbind", "contiguous", "to", "float",
+}  # fmt: skip
+
+
+def mutation_of(node: fx.Node) -> fx.Node | None:
+    """A node that writes into `node` or into a view of it, if there is one."""
+    todo, seen = [node], set()
+    while todo:
+        current = todo.pop()
+        for user in current.users:
+            if _writes(user, current):
+                return user
+            is_view = (user.op == "call_method" and user.target in _VIEWS) or calls(user, "", operator.getitem)
+            if is_view and user not in seen:
+                seen.add(user)
+                todo.append(user)
+    return None
+
+
+def _writes(user: fx.Node, into: fx.Node) -> bool:
+    if user.kwargs.get("out") is into or user.kwargs.get("inplace"):
+        return True
+    name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")
+    if getattr(operator, name, None) is user.target:
+        in_place = name in _IN_PLACE_OPERATORS  # operator.and_ and its kin write into nothing
+    else:
+        in_place = name.endswith("_") and not name.endswith("__")
+    return in_place and bool(user.args) and user.args[0] is into
+
+
+_IN_PLACE_OPERATORS = {
+    "setitem",
+    "iadd",
+    "isub",
+    "imul",
+    "itruediv",
+    "ifloordiv",
+    "imod",
+    "ipow",
+    "iand",
+    "ior",
+    "ixor",
+    "imatmul",
+}
 
 
 def ancestors(node: fx.Node) -> Iterator[fx.Node]:

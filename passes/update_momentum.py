@@ -17,7 +17,10 @@ def update_momentum(rewrite: Rewrite) -> PassResult:
     layers = len(rewrite.sites)
     time, weights = options.alpha_time, None
     if options.last_layer_alone:
-        time = 0.0 if options.aggregator == "single_step" or time is None else time
+        if options.aggregator == "single_step":
+            time = 0.0
+        elif time is None:
+            time = options.alpha**layers
         rule, moved = f"m = {time:.6g} m + {1 - time:.6g} s of the last layer", rewrite.momentum
         moved = rewrite.emit(scores[-1].next, _blend, moved, scores[-1], time, 1 - time)
     elif options.aggregator == "cumulative":

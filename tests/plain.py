@@ -51,13 +51,84 @@ def softmax_divided(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -
     return logits.float().softmax(-1).type_as(v) @ repeat(v)
 
 
+def sdpa_no_mask(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    """Dead slots are masked by the pass."""
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+def softmax_no_mask(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.softmax(torch.matmul(q, repeat(k).mT) * SCALE, dim=-1) @ repeat(v)
+
+
 MATCHED: dict[str, Callable[..., Tensor]] = {
-    function.__name__: function for function in (sdpa_gqa, sdpa_repeat, sdpa_interleave, softmax_chain, softmax_divided)
+    function.__name__: function
+    for function in (
+        sdpa_gqa,
+        sdpa_repeat,
+        sdpa_interleave,
+        sdpa_no_mask,
+        softmax_chain,
+        softmax_divided,
+        softmax_no_mask,
+    )
 }
 
 
-def no_mask(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+def mask_written_into(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    mask = live.clone()
+    mask[..., :2] = False
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def logits_written_into(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    logits = q @ repeat(k).mT * SCALE + minimum(live)
+    logits[..., :2] = -1e9
+    return F.softmax(logits, -1) @ repeat(v)
+
+
+def weights_written_into(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    weights = F.softmax(q @ repeat(k).mT * SCALE + minimum(live), -1)
+    weights[..., :2] = 0
+    return weights @ repeat(v)
+
+
+def weights_scaled_in_place(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    weights = F.softmax(q @ repeat(k).mT * SCALE + minimum(live), -1)
+    weights.mul_(2.0)
+    return weights @ repeat(v)
+
+
+def view_of_weights_written_into(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    weights = F.softmax(q @ repeat(k).mT * SCALE + minimum(live), -1)
+    weights[:, 0].mul_(2.0)
+    return weights @ repeat(v)
+
+
+def query_written_into(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    q = q.contiguous().clone()
+    q[..., 0] = 0
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=live, enable_gqa=True)
+
+
+def scaled_by_add(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.softmax(torch.add(minimum(live), q @ repeat(k).mT, alpha=SCALE), -1) @ repeat(v)
+
+
+def bool_mask_added(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return F.softmax(q @ repeat(k).mT * SCALE + live, -1) @ repeat(v)
+
+
+def _attend_in(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, live: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q.to(dtype), k.to(dtype), v.to(dtype), attn_mask=live, enable_gqa=True)
+
+
+def cast_up(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    return _attend_in(torch.float64, q, k, v, live).float()
+
+
+def open_slots(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
+    """Hides dead slots, attends to closed ones."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=extra["not_dead"][:, None, None, :], enable_gqa=True)
 
 
 def constant_mask(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
@@ -152,7 +223,16 @@ def not_attention(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> 
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     function.__name__: (function, reason)
     for function, reason in (
-        (no_mask, "it has no mask"),
+        (mask_written_into, "is written into by setitem"),
+        (logits_written_into, "is written into by setitem"),
+        (weights_written_into, "is written into by setitem"),
+        (weights_scaled_in_place, "is written into by mul_"),
+        (view_of_weights_written_into, "its weights are used 2 times"),
+        (query_written_into, "is written into by setitem"),
+        (scaled_by_add, "scaled by alpha="),
+        (bool_mask_added, "its mask is boolean"),
+        (cast_up, "not of one dtype"),
+        (open_slots, "not the liveness"),
         (constant_mask, "not the liveness"),
         (window, "not the liveness"),
         (alibi_of_constants, "not the liveness"),
@@ -214,7 +294,7 @@ class PlainDecoder(nn.Module):
         """One decode step, as a user would hand it to torch.compile: [B, 1] tokens -> [B, vocabulary]."""
         entry: Entry = cache.enter()
         live = entry.live[:, None, None, :]
-        extra = {"slope": self.slope, "up": self.up}
+        extra = {"slope": self.slope, "up": self.up, "not_dead": entry.momentum > -math.inf}
         logits = self.blocks(tokens, lambda q, k, v: self.attention(q, k, v, live, extra), cache)[:, -1]
         cache.leave(entry)
         return logits

@@ -198,6 +198,46 @@ def test_contexts_exclude_each_other_and_an_empty_cache_cannot_step() -> None:
     assert run.retained == [[0, 1, 2, 3, 4]]
 
 
+def test_a_body_that_raises_or_does_nothing_is_no_step() -> None:
+    run = Driven(Config(budget=5), [12])
+    run.step(lambda row, position: position % 7)
+    before = run.retained, [row.tolist() for row in run.cache.momentum], run.cache.get_seq_length()
+
+    def late() -> None:
+        with run.cache.step(1):
+            entry = run.cache.enter()
+            for layer in range(LAYERS):
+                run.cache.update(*columns([run.lengths]), layer)
+            run.cache.leave(entry)
+            raise KeyError
+
+    def empty() -> None:
+        with run.cache.step(1):
+            pass
+
+    with pytest.raises(KeyError):
+        late()
+    with pytest.raises(errors.CacheError, match="ran no decode step"):
+        empty()
+    assert (run.retained, [row.tolist() for row in run.cache.momentum], run.cache.get_seq_length()) == before
+    run.step(lambda row, position: position % 7)
+    straight = Driven(Config(budget=5), [12])
+    for _ in range(2):
+        straight.step(lambda row, position: position % 7)
+    assert run.retained == straight.retained
+
+
+def test_a_step_needs_a_config_and_padding_the_prompts_shape() -> None:
+    cache = SlotCache()
+    with pytest.raises(errors.CacheError, match=r"padding has shape \(1, 4\)"), cache.prompt(1, 5, torch.ones(1, 4)):
+        pass
+    with cache.prompt(1, 3):
+        for layer in range(LAYERS):
+            cache.update(*columns([[0, 1, 2]]), layer)
+    with pytest.raises(errors.CacheError, match="make the cache with a Config"), cache.step(1):
+        pass
+
+
 def test_layers_that_do_not_cache_every_token_are_named() -> None:
     cache = SlotCache(Config())
 

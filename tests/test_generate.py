@@ -220,13 +220,15 @@ def test_loop_over_outputs(compiled: Any) -> None:
 def test_inference_mode_and_out_of_it_again(model: Any, compiled: Any) -> None:
     row = models.prompt(40)
     expect = reference.decode(model, row, 6, **SETTINGS).tokens
-    cache, tokens, feed = inertia_fx.InertiaCache(), [], torch.tensor([row])
-    for step in range(7):
-        with torch.inference_mode(step % 3 != 2), torch.no_grad():
-            logits = compiled(feed, past_key_values=cache).logits
-            tokens.append(int(logits[0, -1].argmax()))
-            feed = torch.tensor([tokens[-1:]])
-    assert tokens == expect
+    for inside in ([True, False] * 4, [True, True, False, True, False, False, True]):
+        cache, tokens, feed = inertia_fx.InertiaCache(), [], torch.tensor([row])
+        for step in range(7):
+            with torch.inference_mode(inside[step]), torch.no_grad():
+                logits = compiled(feed, past_key_values=cache).logits
+                tokens.append(int(logits[0, -1].argmax()))
+                feed = torch.tensor([tokens[-1:]])
+            cache.reorder_cache(torch.tensor([0]))
+        assert tokens == expect
 
 
 def test_pipeline(compiled: Any, tmp_path: Any) -> None:

@@ -68,6 +68,7 @@ def test_same_as_reference(
         {"alpha_time": 0.0, "alpha_layer": 1.0},
         {"alpha_time": 0.5, "alpha_layer": 0.0},
         {"alpha_layer": 0.3},
+        {"alpha": 0.95, "alpha_layer": 0.0},
         {"protect_first": 2, "protect_recent": 3},
         {"protect_first": 2, "protect_recent": 3, "evict_after": 4},
         {"evict_after": 4, "pool_width": 5},
