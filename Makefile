@@ -12,6 +12,7 @@ demo: $(VENV)/installed
 	$(BIN)/inertia-fx demo
 
 test: $(VENV)/installed
+	$(BIN)/python -c "from inertia_fx import models; print(models.locate(None, print))"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: $(VENV)/installed
