@@ -159,8 +159,8 @@ def test_unknown_model_is_one_red_message(tmp_path: pathlib.Path) -> None:
 @pytest.mark.slow
 def test_smollm2_answers_with_both_caches() -> None:
     model, words = models.load(None, demo.sensible_dtype("cpu"))
-    config = demo.check(ratio=0.9, alpha=0.8, tokens=500, backend="eager")
-    result = demo.run(model, words, config, tokens=500, backend="eager")
+    config = demo.check(ratio=0.9, alpha=0.8, tokens=700, backend="eager")
+    result = demo.run(model, words, config, tokens=700, backend="eager")
     assert result.full.right, result.full.answer
     assert result.inertia.right, result.inertia.answer
     assert result.inertia.cached == len(result.prompt.ids) // 10
