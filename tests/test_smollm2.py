@@ -78,15 +78,13 @@ def prefill(prompt: needles.Needle) -> tuple[list[int], torch.Tensor, Layers]:
 def continues_with(model: Any, cache: Any, prompt: needles.Needle) -> bool:
     """Whether the greedy continuation holds the answer."""
     ids, logits, _ = prefill(prompt)
+    tokenizer = smollm2(torch.bfloat16)[1]
     tokens = [int(logits.argmax())]
-    while len(tokens) < prompt.new_tokens:
-        logits = model(
-            torch.tensor([tokens[-1:]]),
-            position_ids=torch.tensor([[len(ids) + len(tokens) - 1]]),
-            past_key_values=cache,
-        ).logits
+    while len(tokens) < prompt.new_tokens and prompt.answer not in tokenizer.decode(tokens):
+        where = torch.tensor([[len(ids) + len(tokens) - 1]])
+        logits = model(torch.tensor([tokens[-1:]]), position_ids=where, past_key_values=cache).logits
         tokens.append(int(logits[0, -1].argmax()))
-    return prompt.answer in smollm2(torch.bfloat16)[1].decode(tokens)
+    return prompt.answer in tokenizer.decode(tokens)
 
 
 def full(prompt: needles.Needle) -> bool:
