@@ -14,8 +14,8 @@ from hypothesis import settings
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
-settings.register_profile("default", deadline=None)
-settings.load_profile("default")
+settings.register_profile("inertia_fx", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("inertia_fx")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

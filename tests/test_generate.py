@@ -365,9 +365,15 @@ def test_a_cache_can_be_saved_and_restored_in_the_middle(compiled: Any) -> None:
 # ---------------------------------------------------------------------- families and attention forms
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "granite", "gpt_neox", "gpt2")
+
+
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "granite", "gpt_neox", "gpt2"]
+    ("family", "attention"),
+    [
+        *((family, "sdpa") for family in FAMILIES),
+        *((family, "eager") for family in ("llama", "phi3", "gpt_neox", "gpt2")),
+    ],
 )
 def test_families(family: str, attention: str) -> None:
     layers = {"n_layer" if family == "gpt2" else "num_hidden_layers": 1}

@@ -90,7 +90,7 @@ def test_find_attention_matches(form: str) -> None:
 @pytest.mark.parametrize("form", plain.REFUSED)
 def test_find_attention_refuses_by_name(form: str) -> None:
     attention, reason = plain.REFUSED[form]
-    rewrite = rewrite_of(traced(attention))
+    rewrite = rewrite_of(traced(attention, layers=1))
     before = str(rewrite.graph)
     with pytest.raises(errors.UnsupportedAttentionError) as caught:
         PASSES[0](rewrite)
