@@ -141,8 +141,6 @@ class SlotCache:
         self._require_idle()
         self._require_rows(rows)
         counts = _real_tokens(rows, tokens, padding)
-        if not self.rows and 0 in counts:
-            raise CacheError(f"Row {counts.index(0)} of the prompt is padding alone: every row needs a token.")
         restore = self._snapshot()
         if self._phase == "slots":
             self._to_columns()
@@ -246,6 +244,8 @@ class SlotCache:
         self._require_rows(rows)
         if self._phase == "empty":
             raise CacheError("A decode step needs a non-empty cache: run a prompt first.")
+        if 0 in self._live:
+            raise CacheError(f"Row {self._live.index(0)} of the prompt was padding alone: every row needs a token.")
         if self.config is None:
             raise CacheError("A decode step needs to know what to keep: make the cache with a Config.")
         self._make_room()
