@@ -329,6 +329,8 @@ def _require_ours(cache: Any) -> InertiaCache:
 
 def _padding(mask: Any, seen: int, rows: int, width: int) -> Tensor | None:
     """The part of a 2-D attention mask that covers this forward's own tokens; ``None`` if all of them are real."""
+    if width == 0:
+        return None  # the cache refuses an empty prompt, and knows why
     _check_mask(mask, seen, rows, width)
     own = None if mask is None else mask[:, seen:].bool()
     return None if own is None or bool(own.all()) else own
