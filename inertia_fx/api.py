@@ -48,7 +48,8 @@ def compile(
         ratio, alpha, refresh_every, evict_after, pool_width, budget, min_budget, aggregator, scorer, alpha_time,
             alpha_layer, protect_first, protect_recent: see :class:`inertia_fx.Config`.
         backend: the inner compiler of the decode step: "inductor", "aot_eager", "eager" or a callable.
-        mode, options: Inductor's, as in `torch.compile`; ``options={"freezing": True}`` buys speed for compile time.
+        mode, options: Inductor's, as in `torch.compile`, for example ``options={"freezing": True}`` (which compiles the
+            weights in: they must not change afterwards).
 
     Raises:
         ConfigError: an argument is out of range, unknown or contradicts another.

@@ -2,8 +2,8 @@
 
 Two things differ. Sums over the slots run in fp64, see :func:`total`. And half-precision products are written as
 multiply-and-sum, which Inductor fuses into one loop that reads K or V once and converts as it goes; as matrix products
-they would go to a library that, on CPUs without bf16 instructions, takes four times as long (SmolLM2's shapes at 410
-slots, AVX2: 150 us against 690 us; `benchmarks/attention_forms.py`).
+they would go to a library that, on CPUs without bf16 instructions, takes two to four times as long
+(`benchmarks/attention_forms.py`).
 """
 
 from __future__ import annotations
