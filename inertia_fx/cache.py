@@ -47,7 +47,7 @@ class SlotCache:
     If the body raises, the cache is as it was before (what the body wrote into the slot to overwrite is of no account).
 
     Args:
-        config: what to keep; ``None`` takes the settings of the first compiled model that uses the cache.
+        config: what to keep; needed by the first decode step at the latest.
     """
 
     layer_class: Callable[[], Any] = SlotLayer
