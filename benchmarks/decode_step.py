@@ -4,7 +4,7 @@
 
 Each row is the median over all rounds; a round times a few steps of every contender one after the other, so that a
 machine that slows down slows all of them. One thread. Cache contents are random (a step costs the same whatever the
-numbers), so no prompt is computed. Writes the table to benchmarks/results/decode_step.md.
+numbers), so no prompt is computed. Writes the table to benchmarks/results/decode_step_DTYPE.md.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import pathlib
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -136,7 +137,7 @@ def main() -> None:
     dtype = getattr(torch, arguments.dtype)
     rounds = 2 if arguments.quick else arguments.rounds
     lines = [
-        f"`python benchmarks/decode_step.py`: torch {torch.__version__}, transformers {transformers.__version__},"
+        f"`python benchmarks/decode_step.py {' '.join(sys.argv[1:])}`: torch {torch.__version__}, transformers {transformers.__version__},"
         f" {arguments.dtype}, 1 thread of {platform.processor() or platform.machine()}"
         f" ({torch.backends.cpu.get_cpu_capability()}), medians of {rounds * arguments.steps} steps\n",
         "| prompt | step | ms | against the best full cache | cached tokens | K/V MiB | first 3 steps, s |",
@@ -173,7 +174,7 @@ def main() -> None:
             console.print(table)
     if not arguments.quick:
         RESULTS.mkdir(exist_ok=True)
-        target = RESULTS / "decode_step.md"
+        target = RESULTS / f"decode_step_{arguments.dtype}.md"
         target.write_text("\n".join(lines) + "\n")
         console.print(f"written to {target}")
 
