@@ -136,8 +136,9 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     dtype = getattr(torch, arguments.dtype)
     rounds = 2 if arguments.quick else arguments.rounds
+    command = " ".join(["python benchmarks/decode_step.py", *sys.argv[1:]])
     lines = [
-        f"`python benchmarks/decode_step.py {' '.join(sys.argv[1:])}`: torch {torch.__version__}, transformers {transformers.__version__},"
+        f"`{command}`: torch {torch.__version__}, transformers {transformers.__version__},"
         f" {arguments.dtype}, 1 thread of {platform.processor() or platform.machine()}"
         f" ({torch.backends.cpu.get_cpu_capability()}), medians of {rounds * arguments.steps} steps\n",
         "| prompt | step | ms | against the best full cache | cached tokens | K/V MiB | first 3 steps, s |",
