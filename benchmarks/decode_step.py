@@ -63,7 +63,7 @@ def storage(cache: Any) -> int:
     return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
 
 
-def full_cache(model: Any, tokens: int, room: int, static: bool) -> Contender:
+def full_cache(model: Any, tokens: int, room: int, static: bool, backend: str) -> Contender:
     """The peer: the model's own step under torch.compile, with transformers' DynamicCache or StaticCache."""
     kind = "StaticCache" if static else "DynamicCache"
     if static:
@@ -78,7 +78,7 @@ def full_cache(model: Any, tokens: int, room: int, static: bool) -> Contender:
     def forward(token: Any, positions: Any, cache: Any) -> Any:
         return model(token, position_ids=positions, past_key_values=cache, use_cache=True).logits
 
-    compiled = torch.compile(forward)
+    compiled = torch.compile(forward, backend=backend)
 
     def step() -> None:
         compiled(token, torch.tensor([[position[0]]]), cache)
@@ -150,11 +150,10 @@ def main() -> None:
         task = progress.add_task("loading the model", total=None)
         model, _ = models.load(arguments.model, dtype)
         progress.remove_task(task)
-        compiled = inertia_fx.compile(model, ratio=0.9, backend="eager" if arguments.quick else "inductor")
+        backend = "eager" if arguments.quick else "inductor"
+        compiled = inertia_fx.compile(model, ratio=0.9, backend=backend)
         for tokens in map(int, arguments.prompts.split(",")):
-            if arguments.quick:
-                torch.compiler.set_stance("force_eager")
-            contenders = [full_cache(model, tokens, 64 + 8 * rounds, static) for static in (True, False)]
+            contenders = [full_cache(model, tokens, 64 + 8 * rounds, static, backend) for static in (True, False)]
             contenders += [
                 bounded(compiled, tokens, "full refresh", ratio=0.9),
                 bounded(compiled, tokens, "Lazy4", ratio=0.9, refresh_every=4),

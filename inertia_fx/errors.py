@@ -65,5 +65,9 @@ class TrainingError(InertiaError):
     """A decode step was asked for while the model is in training mode."""
 
 
+class CompileDisabledError(InertiaError):
+    """torch.compile is switched off, so the step would run without the passes and simply forget the oldest tokens."""
+
+
 class RecompileError(InertiaError):
     """The decode step met so many different shapes or settings that torch.compile gave up compiling new ones."""

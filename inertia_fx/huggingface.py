@@ -25,6 +25,7 @@ from .backend import inertia
 from .config import Config
 from .errors import (
     CacheError,
+    CompileDisabledError,
     ConfigError,
     InertiaError,
     OutputError,
@@ -78,6 +79,12 @@ def _decode(
     model: Any, forward: Any, cache: InertiaCache, cache_name: str, additive: bool, arguments: dict[str, Any]
 ) -> Any:
     """One decode step, as traced. Correct by itself; the passes add what moves the momentum."""
+    if not torch.compiler.is_compiling():
+        raise CompileDisabledError(
+            "torch.compile is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or torch.compiler.set_stance), but"
+            " it is what makes the step score and evict. Switch it on, compile with backend='eager' to go without a"
+            " compiler, or use the uncompiled model."
+        )
     entry = cache.enter()
     mask = entry.live[:, None, None, :]
     if additive:  # eager attention adds its mask, in the model's dtype

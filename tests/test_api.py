@@ -383,6 +383,19 @@ def test_an_exception_in_the_middle_leaves_the_cache_as_it_was() -> None:
             assert run(fail_at) == expect
 
 
+def test_a_disabled_torch_compile_is_an_error_not_another_eviction(model: Any) -> None:
+    compiled = inertia_fx.compile(model, backend="eager")
+    cache = inertia_fx.InertiaCache()
+    ids = torch.tensor([models.prompt(8)])
+    with torch.no_grad():
+        compiled(ids, past_key_values=cache)
+        with torch.compiler.set_stance("force_eager"), pytest.raises(errors.CompileDisabledError, match="switched off"):
+            compiled(ids[:, :1], past_key_values=cache)
+        assert cache.get_seq_length() == 8
+        compiled(ids[:, :1], past_key_values=cache)
+        assert cache.retained_positions()[0].tolist() == list(range(9))
+
+
 def test_recompile_limit_is_an_error_of_ours(model: Any) -> None:
     compiled = inertia_fx.compile(model, backend="eager")
     with torch._dynamo.config.patch(recompile_limit=1), torch.no_grad():
