@@ -251,8 +251,8 @@ class SlotCache:
         self._make_room()
         if not slots.is_writable(self.layers, self.state):
             slots.clone(self.layers, self.state)
-        self._mode, self._left = "step", False
         before = [getattr(self.state, field.name).clone() for field in dataclasses.fields(self.state)]
+        self._mode, self._left = "step", False
         try:
             yield
             if not self._left:

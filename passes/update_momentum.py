@@ -15,7 +15,7 @@ def update_momentum(rewrite: Rewrite) -> PassResult:
     if not scores:
         return PassResult("update_momentum", (), ("no layer emits scores on this step: the momentum is frozen",))
     layers = len(rewrite.sites)
-    time, weights = options.alpha_time, None
+    time = options.alpha_time
     if options.last_layer_alone:
         if options.aggregator == "single_step":
             time = 0.0
