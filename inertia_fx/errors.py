@@ -71,3 +71,11 @@ class CompileDisabledError(InertiaError):
 
 class RecompileError(InertiaError):
     """The decode step met so many different shapes or settings that torch.compile gave up compiling new ones."""
+
+
+class InputError(InertiaError, ValueError):
+    """What was handed to `inertia_fx.verify` is not usable: unequal shapes, non-finite scores, no step to run."""
+
+
+class NotCompiledError(InertiaError, TypeError):
+    """`inertia_fx.verify` was given something that `inertia_fx.compile` did not return."""

@@ -3,6 +3,10 @@
 One row at a time, one growing list of cached tokens, nothing bounded, nothing compiled. It shares no code with the
 passes, the kernels or the slot cache; its attention is the model's own eager attention, whose probabilities the model
 hands out. What the compiled graph retains must equal what this retains, at every step.
+
+    RetentionList   who stays: two Python lists, positions and momentum
+    Reference       a Hugging Face model around one of them
+    decode()        a prompt and greedy steps of it, recorded
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ import copy
 import dataclasses
 import inspect
 import math
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -18,6 +23,273 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
+
+
+class RetentionList:
+    """One row's cached tokens, in the order of the text, and the rule that decides who stays.
+
+    Args:
+        The arguments are those of :class:`inertia_fx.Config`, with the same meaning.
+
+    Attributes:
+        positions: true position of every cached token.
+        momentum: its momentum (fp32 values).
+        seen: tokens of the text so far.
+        step_number: t; a later prompt starts it again (D12).
+    """
+
+    def __init__(
+        self,
+        *,
+        ratio: float | Fraction | Decimal | str = 0.9,
+        alpha: float = 0.8,
+        refresh_every: int | None = 1,
+        evict_after: int = 1,
+        pool_width: int = 1,
+        budget: int | None = None,
+        min_budget: int = 64,
+        aggregator: str = "ema",
+        scorer: str = "attention",
+        alpha_time: float | None = None,
+        alpha_layer: float | None = None,
+        protect_first: int = 0,
+        protect_recent: int = 0,
+    ) -> None:
+        self.ratio, self.alpha, self.refresh_every, self.evict_after = ratio, alpha, refresh_every, evict_after
+        self.pool_width, self.absolute, self.min_budget = pool_width, budget, min_budget
+        self.aggregator, self.scorer = aggregator, scorer
+        self.alpha_time, self.alpha_layer = alpha_time, alpha_layer
+        self.protect_first, self.protect_recent = protect_first, protect_recent
+        self.positions: list[int] = []
+        self.momentum: list[float] = []
+        self.prompt_length = 0
+        self.seen = 0
+        self.step_number = 0
+        self.pooled = False
+
+    def budget(self) -> int:
+        """B = floor((1 - ratio) P), exactly (D5), at least min_budget (D6)."""
+        if self.absolute is not None:
+            return self.absolute
+        kept = (1 - Fraction(str(self.ratio))) * self.prompt_length
+        return max(self.min_budget, math.floor(kept))
+
+    def add_prompt(self, tokens: int) -> None:
+        """A first or later prompt (D13): its tokens join at the mean of the momenta, 0 in an empty list."""
+        mean = _mean(self.momentum)
+        for _ in range(tokens):
+            self.positions.append(self.seen)
+            self.momentum.append(mean)
+            self.seen += 1
+        self.prompt_length += tokens
+        self.step_number = 0
+        self.pooled = False
+
+    def add_token(self) -> bool:
+        """A decode step begins: its token enters at the mean of the others (D2). Returns whether it is a refresh."""
+        self.step_number += 1
+        self.positions.append(self.seen)
+        self.momentum.append(_mean(self.momentum))
+        self.seen += 1
+        if self.refresh_every is None:
+            return self.step_number == 1
+        return (self.step_number - 1) % self.refresh_every == 0
+
+    def score(self, probabilities: Tensor, value_norms: Tensor) -> Tensor:
+        """s of one layer (D4, D21).
+
+        Args:
+            probabilities: [query heads, tokens] fp32, softmax of the one query over the listed tokens.
+            value_norms: [KV heads, tokens] fp32, norms of the values; read by the scorer "vnorm" alone.
+        """
+        if self.scorer == "vnorm":
+            weights = value_norms / value_norms.mean(dim=-1, keepdim=True)
+            group = probabilities.shape[0] // weights.shape[0]
+            probabilities = torch.stack([probabilities[h] * weights[h // group] for h in range(len(probabilities))])
+        s = probabilities.mean(dim=0)
+        if self.scorer == "entropy":
+            entropy = -sum(p * math.log(p) for p in s.tolist() if p > 0)
+            s = s * (entropy / math.log(len(s)))
+        return s
+
+    def refresh(self, scores: Sequence[Tensor]) -> None:
+        """Move the momentum by one step's scores, one [tokens] fp32 vector per layer, in model order."""
+        layers = len(scores)
+        m = torch.tensor(self.momentum, dtype=torch.float32)
+        if self.aggregator == "single_step":
+            m = scores[-1]  # D11
+        elif self.aggregator == "cumulative":
+            for s in scores:
+                m = m + s  # D20
+        elif self.alpha_time is None and self.alpha_layer is None:
+            for s in scores:
+                m = self.alpha * m + (1 - self.alpha) * s
+        else:
+            time = self.alpha**layers if self.alpha_time is None else self.alpha_time
+            layer = self.alpha if self.alpha_layer is None else self.alpha_layer
+            weights = [layer ** (layers - 1 - index) for index in range(layers)]
+            u = sum(w / sum(weights) * s for w, s in zip(weights, scores, strict=True))
+            m = time * m + (1 - time) * u
+        self.momentum = m.tolist()
+
+    def survivors(self) -> list[int]:
+        """The step ends: positions of the tokens that stay, sorted. Pools the momentum before a first eviction (D19)."""
+        count = len(self.positions) - self.budget()
+        if self.step_number < self.evict_after or count <= 0:
+            return list(self.positions)
+        if not self.pooled:
+            self._pool()
+            self.pooled = True
+        candidates = [
+            index
+            for index, position in enumerate(self.positions)
+            if self.protect_first <= position < self.seen - self.protect_recent
+        ]
+        candidates.sort(key=lambda index: (self.momentum[index], self.positions[index]))  # D7: the oldest goes first
+        victims = set(candidates[:count])
+        return [position for index, position in enumerate(self.positions) if index not in victims]
+
+    def retain(self, positions: Sequence[int]) -> list[int]:
+        """Keep these tokens alone. Returns their indices in the lists as they were."""
+        kept = set(positions)
+        keep = [index for index, position in enumerate(self.positions) if position in kept]
+        self.positions = [self.positions[index] for index in keep]
+        self.momentum = [self.momentum[index] for index in keep]
+        return keep
+
+    def _pool(self) -> None:
+        reach = (self.pool_width - 1) // 2
+        m = self.momentum  # the list is in position order: tokens are only ever appended and removed
+        self.momentum = [max(m[max(0, i - reach) : i + reach + 1]) for i in range(len(m))]
+
+
+def _mean(values: list[float]) -> float:
+    """The exact mean, rounded once to fp32, so that tokens entering one after another at an unchanged mean tie (D7)."""
+    return float(torch.tensor(math.fsum(values) / len(values), dtype=torch.float32)) if values else 0.0
+
+
+@dataclasses.dataclass
+class Observation:
+    """What one decode step saw before anything left: everything that the decision rests on.
+
+    Attributes:
+        positions: [L] of the tokens attended to, the new one last.
+        scores: [K, L] fp32, the pooled score of every layer, also on a step that does not refresh.
+        momentum: [L] fp32 after the update, before the eviction.
+        attention: [K, H, L] fp32 probabilities.
+        value_norms: [K, N, L] fp32.
+    """
+
+    positions: list[int]
+    scores: Tensor
+    momentum: Tensor
+    attention: Tensor
+    value_norms: Tensor
+
+
+class Reference:
+    """The decoder of SPEC.md for one row of a Hugging Face model.
+
+    Args:
+        model: the original model. It is left alone: decode steps run on a copy with eager attention that shares its
+            weights, prompts on the model itself.
+        settings: those of :class:`RetentionList`.
+        observe: called with an :class:`Observation` in every decode step.
+
+    Attributes:
+        chosen: positions that stay after the newest step by the rule, whatever `step` was told to follow.
+    """
+
+    def __init__(self, model: Any, *, observe: Callable[[Observation], None] | None = None, **settings: Any) -> None:
+        self.model, self.eager = model, _eager_twin(model)
+        self.row = RetentionList(**settings)
+        self.observe = observe
+        self.chosen: list[int] = []
+        self.cache = DynamicCache(config=self.model.config)
+        arguments = inspect.signature(self.model.forward).parameters
+        self.cache_name = "cache" if "cache" in arguments else "past_key_values"
+
+    @property
+    def positions(self) -> list[int]:
+        """True positions of the cached tokens, in order."""
+        return self.row.positions
+
+    @property
+    def momentum(self) -> list[float]:
+        """Their momentum."""
+        return self.row.momentum
+
+    @property
+    def seen(self) -> int:
+        """Tokens of the text so far."""
+        return self.row.seen
+
+    def budget(self) -> int:
+        """Tokens that survive each step."""
+        return self.row.budget()
+
+    def fork(self) -> Reference:
+        """An independent sequence with the same past (beam search), over the same model."""
+        twin = copy.copy(self)
+        twin.row, twin.cache = copy.deepcopy(self.row), copy.deepcopy(self.cache)
+        return twin
+
+    @torch.no_grad()
+    def prompt(self, token_ids: list[int]) -> Tensor:
+        """Several tokens at once, first or later prompt (D13). Returns the last token's logits."""
+        logits = self._forward(self.model, token_ids).logits[0, -1]
+        self.row.add_prompt(len(token_ids))
+        return logits
+
+    @torch.no_grad()
+    def step(self, token_id: int, follow: Sequence[int] | None = None) -> Tensor:
+        """One decode step. Returns its logits.
+
+        Args:
+            follow: positions to keep instead of `chosen`: what the decoder under test kept, so that a tie which its
+                rounding broke does not make every later step incomparable.
+        """
+        output = self._forward(self.eager, [token_id])
+        refresh = self.row.add_token()
+        if refresh or self.observe is not None:
+            attention = [layer[0, :, -1].float().cpu() for layer in output.attentions]  # each [query heads, tokens]
+            norms = [layer.values[0].float().norm(dim=-1).cpu() for layer in self.cache.layers]
+            scores = [self.row.score(a, n) for a, n in zip(attention, norms, strict=True)]
+            if refresh:
+                self.row.refresh(scores)
+            if self.observe is not None:
+                momentum = torch.tensor(self.row.momentum)
+                seen = list(self.row.positions), torch.stack(scores), momentum
+                self.observe(Observation(*seen, torch.stack(attention), torch.stack(norms)))
+        self.chosen = self.row.survivors()
+        keep = self.row.retain(self.chosen if follow is None else follow)
+        for layer in self.cache.layers:
+            if len(keep) < layer.keys.shape[2]:
+                layer.keys, layer.values = layer.keys[:, :, keep], layer.values[:, :, keep]
+        return output.logits[0, -1]
+
+    def _forward(self, model: Any, token_ids: list[int]) -> Any:
+        length, cached = len(token_ids), len(self.row.positions)
+        device, dtype = model.device, model.dtype
+        positions = torch.arange(self.row.seen, self.row.seen + length, device=device)[None]
+        causal = torch.ones(length, cached + length, dtype=torch.bool, device=device).tril(cached)
+        mask = torch.zeros(length, cached + length, dtype=dtype, device=device)
+        return model(
+            torch.tensor([token_ids], device=device),
+            attention_mask=mask.masked_fill(~causal, torch.finfo(dtype).min)[None, None],
+            position_ids=positions,
+            output_attentions=model is self.eager,
+            use_cache=True,
+            **{self.cache_name: self.cache},
+        )
+
+
+def _eager_twin(model: Any) -> Any:
+    """Modules and configuration of its own, so that eager attention can be set; the same weights and buffers."""
+    shared = [*model.parameters(), *model.buffers()]
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in shared})
+    twin.set_attn_implementation("eager")
+    return twin
 
 
 @dataclasses.dataclass
@@ -37,168 +309,6 @@ class Trace:
     momentum: list[list[float]]
     logits: Tensor
     budget: int
-
-
-class Reference:
-    """The decoder of SPEC.md for one row of a Hugging Face model.
-
-    Args:
-        model: the original model; a copy with eager attention is used, the model itself is left alone.
-        The others are those of :class:`inertia_fx.Config`, with the same meaning.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        *,
-        ratio: float | Fraction | Decimal | str = 0.9,
-        alpha: float = 0.8,
-        refresh_every: int | None = 1,
-        evict_after: int = 1,
-        pool_width: int = 1,
-        budget: int | None = None,
-        min_budget: int = 64,
-        aggregator: str = "ema",
-        scorer: str = "attention",
-        alpha_time: float | None = None,
-        alpha_layer: float | None = None,
-        protect_first: int = 0,
-        protect_recent: int = 0,
-    ) -> None:
-        self.model = copy.deepcopy(model)
-        self.model.set_attn_implementation("eager")
-        self.ratio, self.alpha, self.refresh_every, self.evict_after = ratio, alpha, refresh_every, evict_after
-        self.pool_width, self.absolute, self.min_budget = pool_width, budget, min_budget
-        self.aggregator, self.scorer = aggregator, scorer
-        self.alpha_time, self.alpha_layer = alpha_time, alpha_layer
-        self.protect_first, self.protect_recent = protect_first, protect_recent
-        self.cache = DynamicCache(config=self.model.config)
-        arguments = inspect.signature(self.model.forward).parameters
-        self.cache_name = "cache" if "cache" in arguments else "past_key_values"
-        self.positions: list[int] = []  # true position of every cached token, in the order they are cached
-        self.momentum: list[float] = []  # its momentum
-        self.prompt_length = 0
-        self.seen = 0  # tokens of the text so far
-        self.step_number = 0  # t; a later prompt starts it again (D12)
-        self.pooled = False
-
-    def budget(self) -> int:
-        """B = floor((1 - ratio) P), exactly (D5), at least min_budget (D6)."""
-        if self.absolute is not None:
-            return self.absolute
-        kept = (1 - Fraction(str(self.ratio))) * self.prompt_length
-        return max(self.min_budget, math.floor(kept))
-
-    @torch.no_grad()
-    def prompt(self, token_ids: list[int]) -> Tensor:
-        """Several tokens at once, first or later prompt (D13). Returns the last token's logits."""
-        mean = _mean(self.momentum)
-        logits = self._forward(token_ids)
-        for _ in token_ids:
-            self.positions.append(self.seen)
-            self.momentum.append(mean)
-            self.seen += 1
-        self.prompt_length += len(token_ids)
-        self.step_number = 0
-        self.pooled = False
-        return logits
-
-    @torch.no_grad()
-    def step(self, token_id: int) -> Tensor:
-        """One decode step. Returns its logits."""
-        self.step_number += 1
-        refresh = (
-            self.step_number == 1 if self.refresh_every is None else ((self.step_number - 1) % self.refresh_every == 0)
-        )
-        logits = self._forward([token_id])
-        self.positions.append(self.seen)
-        self.momentum.append(_mean(self.momentum))  # D2: the mean of the row's other live tokens
-        self.seen += 1
-        if refresh:
-            self._refresh()
-        if self.step_number >= self.evict_after and len(self.positions) > self.budget():
-            if not self.pooled:
-                self._pool()
-                self.pooled = True
-            self._evict(len(self.positions) - self.budget())
-        return logits
-
-    def _forward(self, token_ids: list[int]) -> Tensor:
-        length = len(token_ids)
-        positions = torch.arange(self.seen, self.seen + length)[None]
-        cached = len(self.positions)
-        causal = torch.ones(length, cached + length, dtype=torch.bool).tril(cached)
-        dtype = self.model.dtype
-        mask = torch.zeros(length, cached + length, dtype=dtype).masked_fill(~causal, torch.finfo(dtype).min)
-        output = self.model(
-            torch.tensor([token_ids]),
-            attention_mask=mask[None, None],
-            position_ids=positions,
-            output_attentions=True,
-            use_cache=True,
-            **{self.cache_name: self.cache},
-        )
-        self.attentions = output.attentions
-        return output.logits[0, -1]
-
-    def _refresh(self) -> None:
-        scores = [self._score(layer) for layer in range(len(self.attentions))]
-        layers = len(scores)
-        m = torch.tensor(self.momentum, dtype=torch.float32)
-        if self.aggregator == "single_step":
-            m = scores[-1]  # D11
-        elif self.aggregator == "cumulative":
-            for s in scores:
-                m = m + s  # D20
-        elif self.alpha_time is None and self.alpha_layer is None:
-            for s in scores:
-                m = self.alpha * m + (1 - self.alpha) * s
-        else:
-            time = self.alpha**layers if self.alpha_time is None else self.alpha_time
-            layer = self.alpha if self.alpha_layer is None else self.alpha_layer
-            weights = [layer ** (layers - 1 - index) for index in range(layers)]
-            u = sum(w / sum(weights) * s for w, s in zip(weights, scores, strict=True))
-            m = time * m + (1 - time) * u
-        self.momentum = m.tolist()
-
-    def _score(self, layer: int) -> Tensor:
-        probabilities = self.attentions[layer][0, :, -1].float()  # [query heads, tokens]
-        if self.scorer == "vnorm":
-            norms = self.cache.layers[layer].values[0].float().norm(dim=-1)  # [KV heads, tokens]
-            weights = norms / norms.mean(dim=-1, keepdim=True)
-            group = probabilities.shape[0] // weights.shape[0]
-            probabilities = torch.stack([probabilities[h] * weights[h // group] for h in range(len(probabilities))])
-        s = probabilities.mean(dim=0)
-        if self.scorer == "entropy":
-            entropy = -sum(float(p) * math.log(float(p)) for p in s if p > 0)
-            s = s * (entropy / math.log(len(s)))
-        return s
-
-    def _pool(self) -> None:
-        reach = (self.pool_width - 1) // 2
-        m = self.momentum  # the list is in position order: tokens are only ever appended and removed
-        self.momentum = [max(m[max(0, i - reach) : i + reach + 1]) for i in range(len(m))]
-
-    def _evict(self, count: int) -> None:
-        newest = self.seen - 1
-        candidates = [
-            index
-            for index, position in enumerate(self.positions)
-            if position >= self.protect_first and position <= newest - self.protect_recent
-        ]
-        candidates.sort(key=lambda index: (self.momentum[index], self.positions[index]))  # D7: the oldest goes first
-        victims = set(candidates[:count])
-        keep = [index for index in range(len(self.positions)) if index not in victims]
-        self.positions = [self.positions[index] for index in keep]
-        self.momentum = [self.momentum[index] for index in keep]
-        for layer in self.cache.layers:
-            layer.keys = layer.keys[:, :, keep]
-            layer.values = layer.values[:, :, keep]
-
-
-def _mean(values: list[float]) -> float:
-    """The exact mean, rounded once to fp32, so that tokens entering one after another at an unchanged mean tie (D7)."""
-    return float(torch.tensor(math.fsum(values) / len(values), dtype=torch.float32)) if values else 0.0
 
 
 def decode(model: Any, prompt: list[int], steps: int, **settings: Any) -> Trace:
