@@ -394,6 +394,9 @@ class SlotCache:
                 [per_row[row] for row in order]
                 for per_row in counts  # type: ignore[misc]
             )
+        compacted = self._phase == "slots" and self.config is not None and self._steps >= self.config.evict_after
+        if compacted and max(self._open) < self.slots:
+            slots.narrow(self.layers, self._state, max(self._open))  # the row that needed the most is gone
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Reorder the rows for beam search; beam_idx [B] int64."""

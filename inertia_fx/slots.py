@@ -150,6 +150,15 @@ def select_rows(layers: Sequence[SlotLayer], state: RetentionState, index: Tenso
     mark_dynamic(layers, state)
 
 
+def narrow(layers: Sequence[SlotLayer], state: RetentionState, capacity: int) -> None:
+    """Let go of the slots from `capacity` on, which no row may fill any more."""
+    for layer in layers:
+        assert layer.keys is not None and layer.values is not None
+        layer.keys, layer.values = layer.keys[:, :, :capacity].clone(), layer.values[:, :, :capacity].clone()
+    state.momentum, state.positions = state.momentum[:, :capacity].clone(), state.positions[:, :capacity].clone()
+    mark_dynamic(layers, state)
+
+
 def is_writable(layers: Sequence[SlotLayer], state: RetentionState) -> bool:
     """False if a tensor was made under `torch.inference_mode` and we are outside of it."""
     if torch.is_inference_mode_enabled():

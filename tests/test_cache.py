@@ -182,6 +182,24 @@ def test_select_rows_carries_everything() -> None:
     assert run.retained == [straight.retained[0]]
 
 
+def test_storage_shrinks_with_the_row_that_needed_it() -> None:
+    run = Driven(Config(ratio=0.5, min_budget=3), [40, 10])
+    for _ in range(3):
+        run.step(lambda row, position: math.sin(position))
+    assert run.cache.nbytes == 2 * 21 * SLOT_BYTES
+    short = run.retained[1]
+    run.cache.batch_select_indices(torch.tensor([1]))
+    assert run.cache.nbytes == 6 * SLOT_BYTES
+    assert run.retained == [short]
+    run.lengths = run.lengths[1:]
+    run.step(lambda row, position: math.sin(position))
+    assert run.cache.nbytes == 6 * SLOT_BYTES
+    straight = Driven(Config(ratio=0.5, min_budget=3), [10])
+    for _ in range(4):
+        straight.step(lambda row, position: math.sin(position))
+    assert run.retained == straight.retained
+
+
 def test_contexts_exclude_each_other_and_an_empty_cache_cannot_step() -> None:
     cache = SlotCache(Config())
     with pytest.raises(errors.CacheError, match="needs a non-empty cache"), cache.step(1):
