@@ -11,12 +11,15 @@ import transformers
 from torch import Tensor
 
 import inertia_fx
+from inertia_fx.verify import decoders
 
 VOCABULARY = 128
 
-_COMMON = {"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "initializer_range": 0.3}
-_HALF = _COMMON | {"hidden_size": 64, "intermediate_size": 64}
-_GPT2 = {"vocab_size": VOCABULARY, "n_positions": 4096, "n_embd": 64, "initializer_range": 0.3}
+_UNSUPPORTED = {
+    "bloom": ("Bloom", {"hidden_size": 64, "n_head": 4, "n_layer": 2}),
+    "gemma3_text": ("Gemma3", {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16, "num_hidden_layers": 2}),
+    "mamba": ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
+}
 
 
 def llama(
@@ -31,29 +34,12 @@ def llama(
 
 def tiny(family: str, *, seed: int = 0, **settings: Any) -> Any:
     """A random two-layer decoder of a family, in evaluation mode."""
-    base, name = {
-        "llama": (_HALF, "Llama"),
-        "qwen2": (_HALF, "Qwen2"),
-        "qwen3": (_HALF | {"head_dim": 16}, "Qwen3"),
-        "mistral": (_HALF | {"sliding_window": None}, "Mistral"),
-        "phi3": (_HALF | {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}, "Phi3"),
-        "olmo2": (_HALF, "Olmo2"),
-        "granite": (_HALF, "Granite"),
-        "gpt_neox": (_HALF, "GPTNeoX"),
-        "gpt2": (_GPT2, "GPT2"),
-        "bloom": ({"vocab_size": VOCABULARY, "hidden_size": 64, "n_head": 4}, "Bloom"),
-        "gemma3_text": (_HALF | {"head_dim": 16}, "Gemma3"),
-        "mamba": ({"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}, "Mamba"),
-    }[family]
-    defaults = {"n_layer": 2, "n_head": 4} if family in ("gpt2", "bloom") else {"num_hidden_layers": 2}
-    if family not in ("gpt2", "bloom", "mamba"):
-        defaults |= {"num_attention_heads": 4}
-        if family != "gpt_neox":
-            defaults |= {"num_key_value_heads": 2}
-    suffix = {"gpt2": "LMHeadModel"}.get(family, "ForCausalLM")
-    configuration = transformers.AutoConfig.for_model(family, **(base | defaults | settings))
+    if family in decoders.FAMILIES:
+        return decoders.language_model(family, vocabulary=VOCABULARY, seed=seed, **settings)
+    name, base = _UNSUPPORTED[family]
+    configuration = transformers.AutoConfig.for_model(family, vocab_size=VOCABULARY, **(base | settings))
     torch.manual_seed(seed)
-    return getattr(transformers, name + suffix)(configuration).eval()
+    return getattr(transformers, name + "ForCausalLM")(configuration).eval()
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""A decoder in plain torch (no transformers) over a SlotCache, its attention spelled in every way we match or refuse."""
+"""Attention spelled in every way that is refused, on the plain decoder of `inertia_fx.verify.decoders`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,23 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from inertia_fx.cache import SlotCache
-from inertia_fx.slots import Entry
+from inertia_fx.verify.decoders import FORMS as MATCHED
+from inertia_fx.verify.decoders import PlainDecoder, minimum, sdpa_gqa, sdpa_repeat
+
+__all__ = [
+    "HEADS",
+    "KV_HEADS",
+    "MATCHED",
+    "REFUSED",
+    "SCALE",
+    "WIDTH",
+    "PlainDecoder",
+    "alibi",
+    "sdpa_gqa",
+    "sdpa_repeat",
+]
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 SCALE = 1 / math.sqrt(WIDTH)
@@ -20,58 +33,6 @@ SCALE = 1 / math.sqrt(WIDTH)
 def repeat(x: Tensor) -> Tensor:
     rows, heads, slots, width = x.shape
     return x[:, :, None, :, :].expand(rows, heads, HEADS // heads, slots, width).reshape(rows, HEADS, slots, width)
-
-
-def minimum(live: Tensor) -> Tensor:
-    return torch.where(live, 0.0, torch.finfo(torch.float32).min)
-
-
-def sdpa_gqa(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=live, enable_gqa=True)
-
-
-def sdpa_repeat(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
-    return F.scaled_dot_product_attention(q, repeat(k), repeat(v), live, 0.0, False, scale=SCALE)
-
-
-def sdpa_interleave(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
-    k, v = k.repeat_interleave(HEADS // KV_HEADS, dim=1), torch.repeat_interleave(v, HEADS // KV_HEADS, dim=1)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=minimum(live), scale=SCALE)
-
-
-def softmax_chain(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
-    logits = torch.matmul(q, repeat(k).transpose(2, 3)) * SCALE
-    weights = F.softmax(logits + minimum(live), dim=-1, dtype=torch.float32).to(q.dtype)
-    weights = F.dropout(weights, p=0.1, training=False)
-    return torch.matmul(weights, repeat(v))
-
-
-def softmax_divided(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
-    logits = minimum(live) + (q @ repeat(k).mT) / math.sqrt(WIDTH)
-    return logits.float().softmax(-1).type_as(v) @ repeat(v)
-
-
-def sdpa_no_mask(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
-    """Dead slots are masked by the pass."""
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-
-def softmax_no_mask(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
-    return F.softmax(torch.matmul(q, repeat(k).mT) * SCALE, dim=-1) @ repeat(v)
-
-
-MATCHED: dict[str, Callable[..., Tensor]] = {
-    function.__name__: function
-    for function in (
-        sdpa_gqa,
-        sdpa_repeat,
-        sdpa_interleave,
-        sdpa_no_mask,
-        softmax_chain,
-        softmax_divided,
-        softmax_no_mask,
-    )
-}
 
 
 def mask_written_into(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
@@ -253,48 +214,3 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         (not_attention, "leads to no attention"),
     )
 }
-
-
-class PlainDecoder(nn.Module):
-    """Embedding, `layers` attention blocks with residuals, and a head. No positions: attention is by content alone."""
-
-    def __init__(self, attention: Callable[..., Tensor] = sdpa_gqa, layers: int = 2, vocabulary: int = 50) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        width = HEADS * WIDTH
-        self.attention = attention
-        self.embed = nn.Embedding(vocabulary, width)
-        self.qkv = nn.ModuleList(nn.Linear(width, (HEADS + 2 * KV_HEADS) * WIDTH) for _ in range(layers))
-        self.out = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
-        self.head = nn.Linear(width, vocabulary)
-        self.slope = nn.Parameter(torch.tensor(-0.1))
-        self.up = nn.Parameter(torch.eye(WIDTH))
-
-    def blocks(self, tokens: Tensor, attend: Callable[..., Tensor], cache: SlotCache) -> Tensor:
-        x = self.embed(tokens) * 2
-        for layer, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
-            heads = qkv(x).unflatten(-1, (-1, WIDTH)).transpose(1, 2)
-            q, k, v = heads.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-            keys, values = cache.update(k, v, layer)
-            x = x + out(attend(q, keys, values).transpose(1, 2).flatten(2))
-        return self.head(x)
-
-    @torch.no_grad()
-    def prompt(self, tokens: Tensor, cache: SlotCache) -> Tensor:
-        """[B, T] tokens -> [B, vocabulary], the last token's logits."""
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-
-        with cache.prompt(*tokens.shape):
-            return self.blocks(tokens, attend, cache)[:, -1]
-
-    def step(self, tokens: Tensor, cache: SlotCache) -> Tensor:
-        """One decode step, as a user would hand it to torch.compile: [B, 1] tokens -> [B, vocabulary]."""
-        entry: Entry = cache.enter()
-        live = entry.live[:, None, None, :]
-        extra = {"slope": self.slope, "up": self.up, "not_dead": entry.momentum > -math.inf}
-        logits = self.blocks(tokens, lambda q, k, v: self.attention(q, k, v, live, extra), cache)[:, -1]
-        cache.leave(entry)
-        return logits
