@@ -1,4 +1,6 @@
-"""The command `inertia-fx`: `demo` shows on a small model what the library does, `explain` what it did to yours."""
+"""The command `inertia-fx`: `demo` shows on a small model what the library does, `explain` what it did to yours,
+`verify` whether it did it right.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 from . import demo as demonstration
 from . import explain as explanation
 from . import models
+from . import verify_command as verification
 from .errors import ConfigError, InertiaError, UnsupportedAttentionError, UnsupportedModelError
 
 MISSING = [package for package in ("typer", "rich", "matplotlib") if importlib.util.find_spec(package) is None]
@@ -132,6 +135,74 @@ def explain(
             raise typer.Exit(1)
 
 
+def verify(
+    model: Annotated[
+        str | None, typer.Option(help="A folder or hub name; without it SmolLM2-135M, fetched once.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="Text to decode from, tokenised as it stands: no chat template is put around it.")
+    ] = None,
+    prompt_file: Annotated[
+        pathlib.Path | None, typer.Option(help="The same from a UTF-8 file. Without either, the demo's needle prompt.")
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(help="Length of the demo's prompt, about; 1000.")] = None,
+    steps: Annotated[int, typer.Option(help="Decode steps.")] = 64,
+    backend: Annotated[str, typer.Option(help="Inner compiler: inductor, aot_eager or eager.")] = "inductor",
+    ratio: Annotated[float | None, typer.Option(help="Fraction of the prompt's tokens that is evicted.")] = None,
+    budget: Annotated[int | None, typer.Option(help="Tokens to keep, instead of --ratio.")] = None,
+    min_budget: Annotated[int | None, typer.Option(help="Smallest budget that --ratio may ask for.")] = None,
+    alpha: Annotated[float | None, typer.Option(help="Weight of the old momentum, per layer.")] = None,
+    alpha_time: Annotated[float | None, typer.Option(help="The same over steps alone.")] = None,
+    alpha_layer: Annotated[float | None, typer.Option(help="The same over layers alone.")] = None,
+    refresh_every: Annotated[
+        str | None, typer.Option(help="Read scores every so many steps; never: at step 1 only (Score-Free).")
+    ] = None,
+    evict_after: Annotated[int | None, typer.Option(help="Decode steps before the first eviction.")] = None,
+    pool_width: Annotated[int | None, typer.Option(help="Neighbours kept or lost together; odd.")] = None,
+    scorer: Annotated[str | None, typer.Option(help="attention, vnorm or entropy.")] = None,
+    aggregator: Annotated[str | None, typer.Option(help="ema, cumulative or single_step.")] = None,
+    protect_first: Annotated[int | None, typer.Option(help="First tokens that are never evicted.")] = None,
+    protect_recent: Annotated[int | None, typer.Option(help="Newest tokens that are never evicted.")] = None,
+    json: Annotated[pathlib.Path | None, typer.Option(help="Write the whole report into this file.")] = None,
+    plots: Annotated[
+        pathlib.Path | None, typer.Option(help="Draw four pictures into this folder, made if missing.")
+    ] = None,
+) -> None:
+    """Hold a compiled model against the reference and its own full cache. Exit status 1 if it breaks the contract."""
+    with _errors():
+        task = verification.prepare(
+            prompt=prompt,
+            prompt_file=prompt_file,
+            tokens=tokens,
+            steps=steps,
+            backend=backend,
+            json=json,
+            plots=plots,
+            refresh_every=refresh_every,
+            ratio=ratio,
+            budget=budget,
+            min_budget=min_budget,
+            alpha=alpha,
+            alpha_time=alpha_time,
+            alpha_layer=alpha_layer,
+            evict_after=evict_after,
+            pool_width=pool_width,
+            scorer=scorer,
+            aggregator=aggregator,
+            protect_first=protect_first,
+            protect_recent=protect_recent,
+        )
+        device = _device()
+        with _stages() as begin:
+            loaded, tokenizer = models.load(model, demonstration.sensible_dtype(device), begin)
+            report = verification.run(task, loaded.to(device), tokenizer, begin)
+        report.print(Console())
+        for line in verification.write(task, report):
+            Console().print(Text(line), soft_wrap=True)
+    if not report.ok:
+        raise typer.Exit(1)
+
+
 def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -208,3 +279,4 @@ if not MISSING:
     app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
     app.command()(demo)
     app.command()(explain)
+    app.command()(verify)
