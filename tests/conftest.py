@@ -18,6 +18,13 @@ settings.register_profile("inertia_fx", deadline=None, derandomize=bool(os.envir
 settings.load_profile("inertia_fx")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--deep", type=float, nargs="?", const=60.0, default=None, metavar="MINUTES",
+        help="let the cache's state machine run for so long (60 minutes if no number is given)",
+    )  # fmt: skip
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests first, so that no worker is left alone with them; tests that share a compiled model on one worker."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
