@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..config import Config
-from .metrics import jaccard, tie
+from .metrics import is_tie, jaccard, tie
 from .report import Finding
 
 BUCKET = 64
@@ -42,10 +42,11 @@ TOLERANCES = {
 
 @dataclasses.dataclass
 class Step:
-    """One decode step of one row: the compiled model's side, then the reference's."""
+    """One decode step of one row: the compiled model's side (`decided`: as `decided_momentum`), then the reference's."""
 
     retained: list[int]
     momentum: Tensor
+    decided: dict[int, float]
     logits: Tensor
     forced_retained: list[int]
     forced_logits: Tensor
@@ -71,10 +72,14 @@ class Step:
         worst = (self.logits - self.reference_logits).abs().max() / self.reference_logits.abs().max().clamp(min=1e-30)
         return float(worst)
 
+    @property
+    def attended_by_position(self) -> dict[int, float]:
+        """The reference's momentum before anything left."""
+        return dict(zip(self.attended, self.attended_momentum.tolist(), strict=True))
+
     def tie(self) -> float:
         """How far apart, relatively, the momenta of the tokens are by which the two choices differ; 0 if exactly equal."""
-        momentum = dict(zip(self.attended, self.attended_momentum.tolist(), strict=True))
-        return tie(momentum, self.retained, self.chosen)
+        return tie(self.attended_by_position, self.retained, self.chosen)
 
 
 @dataclasses.dataclass
@@ -122,9 +127,11 @@ class Evidence:
 
     def is_tie(self, step: Step) -> bool:
         """Whether rounding explains that the step kept other tokens than the reference would have."""
-        # In half precision equal scores of different tokens are common, and only the reference may see them equal.
-        exact = step.tie() == 0 and self.dtype in (torch.float32, torch.float64)
-        return step.retained != step.chosen and not exact and step.tie() <= self.tolerance.tie
+        if step.retained == step.chosen:
+            return False
+        if self.dtype not in (torch.float32, torch.float64):
+            return step.tie() <= self.tolerance.tie  # in half precision, scores of different tokens are often equal
+        return is_tie(step.attended_by_position, step.decided, step.retained, step.chosen, self.tolerance.tie)
 
 
 Violations = Iterator[tuple[int | None, int | None, str]]

@@ -254,9 +254,9 @@ class DecoderContract:
 
     def test_a_saved_cache_goes_on(self) -> None:
         """`torch.save` and `torch.load` of a cache, and a deep copy of it."""
-        driver = Driver(self.compiled, self.config(evict_after=2))
+        driver = Driver(self.compiled, self.config(evict_after=2, refresh_every=3))  # so that the step's number matters
         driver.prompt(self.rows())
-        self.go_on(driver, 3)
+        self.go_on(driver, 2)
         file = io.BytesIO()
         torch.save(driver.cache, file)
         file.seek(0)
@@ -329,7 +329,6 @@ class DecoderContract:
     def test_one_graph_serves_every_length(self) -> None:
         """No recompiles for other prompt lengths, budgets, ratios or step numbers."""
         self.run(self.rows([31]), 3)
-        self.run(self.rows([40]), 3)
         before = _graphs()
         for length, ratio in itertools.product((7, 45, 90), (0.5, 0.9)):
             self.run(self.rows([length]), 3, ratio=ratio)

@@ -10,8 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..cache import SlotCache
 from ..config import Config
 from ..huggingface_cache import InertiaCache
+
+
+def decided_momentum(cache: SlotCache) -> list[dict[int, float]]:
+    """Momentum by position after a decode step, per row: of the live tokens, and of the one just evicted.
+
+    The evicted token stands in its slot until the next step (SPEC E4), except where a first eviction has compacted.
+    """
+    state = cache.state
+    rows = zip(state.positions.tolist(), state.momentum.tolist(), strict=True)
+    return [{at: value for at, value in zip(*row, strict=True) if at >= 0} for row in rows]
 
 
 class Driver:

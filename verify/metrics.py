@@ -78,6 +78,29 @@ def tie(momentum: Mapping[int, float], kept: Collection[int], due: Collection[in
     return (high - low) / max(abs(high), abs(low), 1e-30) if high >= low else math.inf
 
 
+def is_tie(
+    reference: Mapping[int, float],
+    own: Mapping[int, float],
+    kept: Collection[int],
+    due: Collection[int],
+    tolerance: float,
+) -> bool:
+    """Whether rounding alone explains that `kept` was kept and not `due`, what the reference would have kept.
+
+    Args:
+        reference: the reference's momentum of every token that could be chosen, by position.
+        own: the momentum under test, of those it knows.
+        tolerance: relative difference of two momenta that rounding may turn around. Momenta which the reference finds
+            exactly equal are a matter of age (SPEC D7), unless the ones under test do differ, and in that direction.
+    """
+    apart = tie(reference, kept, due)
+    if apart > 0:
+        return apart <= tolerance
+    gone = [own[at] for at in set(due) - set(kept) if at in own]
+    stay = [own[at] for at in set(kept) - set(due) if at in own]
+    return bool(gone and stay) and max(gone) < min(stay)
+
+
 def divergence(full: Tensor, other: Tensor) -> float:
     """KL(full || other) in nats, of two vectors of next-token logits."""
     same_shape("the two vectors of logits", full, other)

@@ -17,7 +17,7 @@ from ..config import DEFAULT_RATIO, Config
 from ..errors import ConfigError, InputError, NotCompiledError
 from ..huggingface import uncompiled
 from .clauses import Evidence, RowEvidence, Step, findings
-from .driver import Driver
+from .driver import Driver, decided_momentum
 from .metrics import NEVER, ScoreLog, divergence, finite, jaccard, relative_error
 from .reference import Observation, Reference
 from .report import Report, RowReport
@@ -223,12 +223,11 @@ class _Run:
         self.slots.append(free.cache.slots)
         self.nbytes.append(free.cache.nbytes)
         refreshes = self.config.refreshes_at(step + 1)
-        both = zip(free.retained, free.momentum, free.logits, forced.retained, forced.logits, strict=True)
-        for row, (retained, momentum, logits, forced_retained, forced_logits) in zip(self.evidence, both, strict=True):
-            row.tokens.append(int(logits.argmax()))
-            row.steps.append(
-                Step(retained, momentum, _checked(logits), forced_retained, _checked(forced_logits), refreshes)
-            )
+        ours = zip(free.retained, free.momentum, decided_momentum(free.cache), map(_checked, free.logits), strict=True)
+        theirs = zip(forced.retained, map(_checked, forced.logits), strict=True)
+        for row, of_free, of_forced in zip(self.evidence, ours, theirs, strict=True):
+            row.tokens.append(int(of_free[-1].argmax()))
+            row.steps.append(Step(*of_free, *of_forced, refreshes))
 
     def by_reference(self) -> None:
         """The reference on the compiled model's tokens; in each step it says what it would keep, and follows."""

@@ -25,7 +25,8 @@ from ..cache import SlotCache
 from ..config import Config
 from ..errors import InputError
 from .decoders import compile_step
-from .metrics import finite, tie
+from .driver import decided_momentum
+from .metrics import finite, is_tie
 from .reference import RetentionList
 
 TIE = 1e-5
@@ -179,10 +180,13 @@ class ScriptedLists:
             row.add_prompt(length)
 
     def step(self, scores: Tensor, follow: Sequence[Sequence[int]] | None = None) -> tuple[Tensor, list[list[int]]]:
-        """As :meth:`ScriptedRun.step`; also the positions that each row chooses to keep. `follow` as in `Reference.step`."""
+        """As :meth:`ScriptedRun.step`; also the positions that each row chooses to keep. `follow` as in `Reference.step`.
+
+        Sets `momenta`: per row, the momentum by position that the choice rests on.
+        """
         outputs = torch.zeros(scores.shape, dtype=torch.float64)
         chosen = []
-        self.ties: list[dict[int, float]] = []
+        self.momenta: list[dict[int, float]] = []
         for index, row in enumerate(self.rows):
             refresh = row.add_token()
             listed = torch.tensor(row.positions)
@@ -194,7 +198,7 @@ class ScriptedLists:
                 row.refresh([row.score(layer.float(), value_norms) for layer in probabilities])
             survivors = row.survivors()
             chosen.append(survivors)
-            self.ties.append(dict(zip(row.positions, row.momentum, strict=True)))
+            self.momenta.append(dict(zip(row.positions, row.momentum, strict=True)))
             row.retain(survivors if follow is None else follow[index])
         return outputs, chosen
 
@@ -220,13 +224,13 @@ class Beside:
 
     def step(self, scores: Tensor) -> None:
         outputs = self.run.step(scores)
-        retained = self.run.retained
+        retained, decided = self.run.retained, decided_momentum(self.run.cache)
         expected, chosen = self.lists.step(scores, follow=retained)
         off = (outputs - expected).abs().amax(dim=(0, 2, 3))
         for row, (kept, due) in enumerate(zip(retained, chosen, strict=True)):
             if off[row] > 1e-5:
                 raise Difference(f"row {row}: attention is off by {off[row]:.2g}: other tokens are attended to")
-            if kept != due and not 0 < tie(self.lists.ties[row], kept, due) <= TIE:
+            if kept != due and not is_tie(self.lists.momenta[row], decided[row], kept, due, TIE):
                 raise Difference(f"row {row}, step {self.lists.rows[row].step_number}: kept {kept}, due {due}")
         self._compare_momentum()
 
