@@ -3,7 +3,7 @@
     check(model, ids)      runs a compiled model beside the reference and the full cache -> Report
     bounds.py              the recurrence's weights, gap, variance and rank-stability bound, derived with sympy
     reference.py           the literal growing-list decoder of SPEC.md
-    parity.py              check(): what is run, and which clause of the contract is held against what
+    parity.py, inputs.py   check(): what is run, and which clause of the contract is held against what
     metrics.py             sets, rankings, divergence; Proposition 1 on a model's own scores
     report.py, show.py     the Report: data and JSON; printed and drawn
     decoders.py            tiny decoders of every supported attention form, and one whose attention you write down

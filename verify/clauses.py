@@ -60,10 +60,12 @@ class Step:
 
     @property
     def momentum_error(self) -> float:
-        """Largest difference from the reference's momenta, relative to the largest of them."""
+        """Largest difference from the reference's momenta, relative to the largest of them; 1 for a token it does not hold."""
+        if not set(self.retained) <= self.reference_momentum.keys():
+            return 1.0
         largest = max((abs(value) for value in self.reference_momentum.values()), default=0.0)
         pairs = zip(self.retained, self.momentum.tolist(), strict=True)
-        worst = max((abs(m - self.reference_momentum.get(at, float("inf"))) for at, m in pairs), default=0.0)
+        worst = max((abs(m - self.reference_momentum[at]) for at, m in pairs), default=0.0)
         return worst / max(largest, 1e-30)
 
     @property

@@ -208,7 +208,7 @@ class ScoreLog:
         if refreshes < 4:
             return (
                 None,
-                f"{refreshes} refreshes say nothing about the spread of scores over time: at least 4 are needed",
+                f"the spread of scores over time needs at least 4 refreshes, the run had {refreshes}",
             )
         if self.prompt < 2:
             return None, "a prompt of one token has no pair to rank"

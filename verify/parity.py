@@ -18,6 +18,7 @@ from ..errors import ConfigError, InputError, NotCompiledError
 from ..huggingface import uncompiled
 from .clauses import Evidence, RowEvidence, Step, findings
 from .driver import Driver, decided_momentum
+from .inputs import token_rows
 from .metrics import NEVER, ScoreLog, divergence, finite, jaccard, relative_error
 from .reference import Observation, Reference
 from .report import Report, RowReport
@@ -103,57 +104,6 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
     elif "ratio" in settings:
         exclusive = {"budget": None}
     return dataclasses.replace(config, **(exclusive | dict(settings)))
-
-
-def token_rows(inputs: Any, vocabulary: int) -> list[list[int]]:
-    """The real tokens of each row, from anything :func:`check` takes.
-
-    Raises:
-        InputError: nothing to run, unequal shapes, ids outside the vocabulary.
-    """
-    mask = None
-    if isinstance(inputs, Mapping) or hasattr(inputs, "input_ids"):
-        mask = inputs.get("attention_mask")
-        inputs = inputs.get("input_ids")
-    try:
-        ids = inputs if isinstance(inputs, list) and inputs and isinstance(inputs[0], list) else torch.as_tensor(inputs)
-        if isinstance(ids, Tensor):
-            ids = ids[None] if ids.ndim == 1 else ids
-            if ids.ndim != 2 or ids.dtype.is_floating_point or ids.dtype == torch.bool:
-                raise InputError(
-                    f"The inputs are {tuple(ids.shape)} of {ids.dtype}: token ids are whole numbers, [B, P]."
-                )
-        if mask is not None:
-            mask = torch.as_tensor(mask)
-            mask = mask[None] if mask.ndim == 1 else mask
-            shape = tuple(ids.shape) if isinstance(ids, Tensor) else tuple(torch.tensor(ids).shape)
-            if tuple(mask.shape) != shape:
-                raise InputError(
-                    f"attention_mask has shape {tuple(mask.shape)} and input_ids {shape}: they must agree."
-                )
-        rows = (
-            ids.tolist() if isinstance(ids, Tensor) else [torch.tensor(row, dtype=torch.int64).tolist() for row in ids]
-        )
-    except (TypeError, ValueError, RuntimeError) as failure:
-        if isinstance(failure, InputError):
-            raise
-        raise InputError(f"The inputs are no token ids (a list of ints, lists of them, or [B, P]): {failure}") from None
-    if mask is not None:
-        rows = [
-            [token for token, on in zip(row, keep, strict=True) if on]
-            for row, keep in zip(rows, mask.tolist(), strict=True)
-        ]
-    if not rows or not all(rows):
-        raise InputError(
-            "The inputs hold a row without a token: every row needs at least one (padding does not count)."
-        )
-    for index, row in enumerate(rows):
-        if not all(0 <= token < vocabulary for token in row):
-            wrong = next(token for token in row if not 0 <= token < vocabulary)
-            raise InputError(
-                f"Row {index} holds the token id {wrong}; the model's vocabulary is 0 ... {vocabulary - 1}."
-            )
-    return rows
 
 
 class _Run:

@@ -1,0 +1,417 @@
+"""`inertia_fx.verify`: what check() takes and refuses, what it measures, and the strategies it ships."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import inertia_fx
+from inertia_fx import Config, errors, verify
+from inertia_fx.cache import SlotCache
+from inertia_fx.verify import clauses, decoders, metrics, parity, strategies
+from inertia_fx.verify.bounds import Rule
+from inertia_fx.verify.clauses import RowEvidence, Step
+from inertia_fx.verify.decoders import PlainDecoder
+from inertia_fx.verify.inputs import token_rows
+from inertia_fx.verify.reference import Reference
+from tests import models
+
+SMALL: dict[str, Any] = {"ratio": 0.7, "min_budget": 5}
+
+
+@functools.cache
+def compiled() -> Any:
+    return inertia_fx.compile(models.cached_llama(2, 4, 2), backend="eager", **SMALL)
+
+
+# ---------------------------------------------------------------------- what is refused
+
+
+def test_a_model_that_is_not_compiled() -> None:
+    with pytest.raises(
+        errors.NotCompiledError, match=r"LlamaForCausalLM that inertia_fx\.compile did not return: pass"
+    ):
+        verify.check(models.cached_llama(2, 4, 2), [1, 2, 3])
+    with pytest.raises(TypeError):
+        verify.check(object(), [1, 2, 3])
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 2.0, "4"])
+def test_steps_below_one(steps: Any) -> None:
+    with pytest.raises(errors.InputError, match="needs at least 1 decode step"):
+        verify.check(compiled(), [1, 2, 3], steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([], "a row without a token"),
+        ([[1, 2], []], "a row without a token"),
+        ({"input_ids": [[1, 2]], "attention_mask": [[0, 0]]}, "a row without a token"),
+        ({"input_ids": torch.ones(2, 3, dtype=torch.int64), "attention_mask": torch.ones(2, 4)},
+         r"attention_mask has shape \(2, 4\) and input_ids \(2, 3\)"),
+        ({"input_ids": [[1, 2], [3]], "attention_mask": [[1, 1]]},
+         r"attention_mask has shape \(1, 2\) and input_ids \[2, 1\]"),
+        ({"attention_mask": torch.ones(2, 4)}, "The inputs are NoneType, not token ids"),
+        (torch.ones(2, 3), r"Row 0 holds 1\.0: token ids are whole numbers"),
+        (torch.ones(1, 2, 3, dtype=torch.int64), r"Row 0 holds \[1, 1, 1\]: token ids are whole numbers"),
+        ([[1, "two"]], "Row 0 holds 'two': token ids are whole numbers"),
+        ([[1, True]], "Row 0 holds True: token ids are whole numbers"),
+        ([[1], 2], "mix token ids and rows of them"),
+        ([1, 5, 128], r"Row 0 holds the token id 128; the model's vocabulary is 0 \.\.\. 127"),
+        ([[4], [1, -7]], "Row 1 holds the token id -7"),
+        (None, "not token ids"),
+        ("a prompt", "The inputs are str, not token ids"),
+    ],
+)  # fmt: skip
+def test_unusable_inputs(inputs: Any, message: str) -> None:
+    with pytest.raises(errors.InputError, match=message):
+        verify.check(compiled(), inputs)
+
+
+def test_settings_that_do_not_exist_or_contradict() -> None:
+    with pytest.raises(errors.ConfigError, match=r"rate=0\.5 is no setting of inertia_fx\.Config: it knows ratio, "):
+        verify.check(compiled(), [1, 2, 3], rate=0.5)
+    with pytest.raises(errors.ConfigError, match="both say how many tokens to keep"):
+        verify.check(compiled(), [1, 2, 3], ratio=0.5, budget=7)
+    assert parity.changed(Config(ratio=0.5), {"budget": 7}).budget_of(100) == 7
+    assert parity.changed(Config(budget=7), {"ratio": 0.5, "min_budget": 1}).budget_of(100) == 50
+    assert parity.changed(Config(budget=7), {"alpha": 0.5}) == Config(budget=7, alpha=0.5)
+
+
+def test_a_model_in_training_mode_and_one_that_overflows() -> None:
+    model = inertia_fx.compile(models.llama(1), backend="eager")
+    model.train()
+    with pytest.raises(errors.InputError, match=r"training mode.*model\.eval\(\)"):
+        verify.check(model, [1, 2, 3])
+    model.eval()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(math.inf)
+    with pytest.raises(errors.InputError, match="of the logits are not finite: the model overflows in this dtype"):
+        verify.check(model, [1, 2, 3])
+
+
+# ---------------------------------------------------------------------- what it takes and measures
+
+
+def test_every_form_of_input_is_the_same_rows() -> None:
+    rows = [[5, 6, 7], [8, 9]]
+    padded = {"input_ids": torch.tensor([[5, 6, 7], [0, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 1], [0, 1, 1]])}
+    right = {"input_ids": [[5, 6, 7], [8, 9, 0]], "attention_mask": [[1, 1, 1], [1, 1, 0]]}
+    for inputs in (rows, padded, right):
+        assert token_rows(inputs, 128) == rows
+    assert token_rows([5, 6], 128) == token_rows(torch.tensor([5, 6]), 128) == [[5, 6]]
+    assert token_rows({"input_ids": [5, 6], "attention_mask": [0, 1]}, 128) == [[6]]
+
+
+def test_a_report_against_the_two_decoders_by_hand() -> None:
+    row, steps = models.prompt(40), 10
+    stages: list[str] = []
+    report = verify.check(compiled(), row, steps=steps, on_progress=stages.append)
+    assert report.ok
+    assert [finding.name for finding in report.findings if not finding.passed] == []
+    assert stages == [
+        "full cache: prompt of 40 tokens", "full cache: 10 steps", "compiled model: prompt",
+        "compiled model: first step (compiles)", "compiled model: the other 9 steps", "reference: 10 steps",
+    ]  # fmt: skip
+    assert list(report.seconds) == stages
+    model = models.cached_llama(2, 4, 2)
+    full = model.generate(torch.tensor([row]), max_new_tokens=steps + 1, do_sample=False, pad_token_id=0)[
+        0, 40:
+    ].tolist()
+    run = models.decode(compiled(), [row], steps)
+    (found,) = report.rows
+    assert found.full_tokens == full
+    assert found.tokens == run.tokens[0]
+    assert found.retained == run.retained[0]
+    differs = [index for index in range(steps + 1) if full[index] != found.tokens[index]]
+    assert found.first_divergence == (differs[0] if differs else None)
+    assert found.budget == 12
+    assert found.churn_ceiling == 2 / 13
+    assert len(found.churn) == steps - 1
+    # Teacher-forced by hand: the same compiled model, fed the full cache's tokens.
+    cache = inertia_fx.InertiaCache()
+    with torch.no_grad():
+        compiled()(torch.tensor([row]), past_key_values=cache)
+        forced = [compiled()(torch.tensor([[token]]), past_key_values=cache).logits[0, -1] for token in full[:-1]]
+        whole = model(torch.tensor([row + full[:-1]])).logits[0, 40:]
+    for step in range(steps):
+        p, q = (torch.log_softmax(logits.double(), -1) for logits in (whole[step], forced[step]))
+        assert found.kl[step] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-3, abs=1e-6)
+        error = float((forced[step] - whole[step]).norm() / whole[step].norm())
+        assert found.output_error[step] == pytest.approx(error, rel=1e-3, abs=1e-5)
+    disagree = [int(whole[step].argmax() != forced[step].argmax()) for step in range(steps)]
+    assert found.disagreement == [sum(disagree[: step + 1]) for step in range(steps)]
+    # The two sides coincide until the first divergence (METHODS: T_div is the first teacher-forced disagreement).
+    if found.first_divergence:
+        assert found.disagreement[found.first_divergence - 1] == 1
+    # Evicted mass at step 1: all attention that did not go to the survivors.
+    reference = Reference(model, **SMALL)
+    seen: list[Any] = []
+    reference.observe = seen.append
+    reference.prompt(row)
+    reference.step(full[0])
+    kept = [seen[0].positions.index(position) for position in found.retained[0]]
+    assert found.evicted_mass[0] == pytest.approx(1 - float(seen[0].attention.mean((0, 1))[kept].sum()), abs=1e-5)
+
+
+def test_settings_of_one_check_leave_the_model_alone() -> None:
+    report = verify.check(compiled(), models.prompt(40), steps=6, budget=9, refresh_every=None, scorer="vnorm")
+    assert report.ok
+    assert report.rows[0].budget == 9
+    assert report.rows[0].stability is None
+    assert report.rows[0].why_no_stability == "the spread of scores over time needs at least 4 refreshes, the run had 1"
+    assert compiled()._inertia.config == Config(**SMALL)
+    cumulative = verify.check(compiled(), models.prompt(40), steps=6, aggregator="cumulative")
+    assert cumulative.ok
+    assert "no stationary spread" in str(cumulative.rows[0].why_no_stability)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_have_their_tolerance(dtype: torch.dtype) -> None:
+    model = inertia_fx.compile(models.llama(2).to(dtype), backend="eager", **SMALL)
+    report = verify.check(model, models.prompt(40), steps=16)
+    assert report.ok, [finding for finding in report.findings if not finding.passed]
+    assert report.dtype == str(dtype).removeprefix("torch.")
+
+
+def test_a_budget_of_the_whole_prompt_and_a_prompt_of_one_token() -> None:
+    report = verify.check(compiled(), models.prompt(12), steps=6, budget=50)
+    (row,) = report.rows
+    assert report.ok
+    assert (row.first_divergence, row.ranking, row.churn) == (None, None, [])
+    assert max(row.kl) < 1e-6
+    (row,) = verify.check(compiled(), [7], steps=6).rows
+    assert (row.stability, row.why_no_stability) == (None, "a prompt of one token has no pair to rank")
+
+
+def test_a_violation_is_named_with_row_and_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Config.budget_of
+    monkeypatch.setattr(Config, "budget_of", lambda self, prompt: real(self, prompt) - 1)
+    report = verify.check(compiled(), [models.prompt(40), models.prompt(23)], steps=4)
+    assert not report.ok
+    broken = {finding.name: finding.detail for finding in report.findings if not finding.passed}
+    assert broken["every row keeps its budget"] == "row 0, step 1: 11 tokens kept, 12 are due (1 of 8 places)"
+    assert "storage is the budget and one slot, in bytes" not in broken
+    assert broken["retained sets are the reference's"].startswith("row 0, step 1: kept nothing and evicted ")
+
+
+# ---------------------------------------------------------------------- the measures
+
+
+def test_sets_and_rankings() -> None:
+    assert metrics.jaccard([1, 2, 3], [2, 3, 4]) == 0.5
+    assert metrics.jaccard([], []) == 1
+    assert metrics.top(torch.tensor([0.5, 0.1, 0.5, 0.9]), 2) == [2, 3]
+    assert metrics.top(torch.tensor([0.5, 0.1]), 5) == [1, 0]
+    a = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    assert metrics.spearman(a, a**3) == pytest.approx(1)
+    assert metrics.spearman(a, -a) == pytest.approx(-1)
+    assert metrics.spearman(a, torch.tensor([1.0, 3.0, 2.0, 4.0])) == pytest.approx(1 - 6 * 2 / 60)
+    assert metrics.spearman(a, torch.ones(4)) == 1
+    with pytest.raises(errors.InputError, match=r"differ: \(4,\) and \(3,\)"):
+        metrics.spearman(a, a[:3])
+    with pytest.raises(errors.InputError, match="1 of 4 values of the scores to rank are not finite"):
+        metrics.spearman(a, torch.tensor([1.0, math.nan, 2.0, 3.0]))
+    with pytest.raises(errors.InputError, match="vectors of logits differ"):
+        metrics.divergence(a, a[:2])
+    assert metrics.divergence(torch.tensor([0.0, 0.0]), torch.tensor([0.0, math.log(3)])) == pytest.approx(
+        0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
+    )
+    assert metrics.relative_error(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.5])) == pytest.approx(0.1)
+
+
+def test_what_rounding_explains() -> None:
+    reference = {0: 0.5, 1: 0.5, 2: 0.50001, 3: 0.9}
+    assert metrics.tie(reference, [0, 3], [2, 3]) == pytest.approx(2e-5, rel=1e-2)
+    assert metrics.tie(reference, [0, 3], [1, 3]) == 0
+    assert metrics.tie(reference, [3], [2, 3]) == math.inf  # one too few
+    assert metrics.tie(reference, [2, 7], [2, 3]) == math.inf  # 7 was evicted long ago
+    assert metrics.tie(reference, [3], [0]) == math.inf  # 0 is protected
+    assert metrics.is_tie(reference, {}, [0, 3], [2, 3], 1e-4)
+    assert not metrics.is_tie(reference, {}, [0, 3], [2, 3], 1e-6)
+    # An exact tie is a matter of age, unless the momenta under test do differ, in that direction.
+    assert not metrics.is_tie(reference, {}, [0, 3], [1, 3], 1e-4)
+    assert not metrics.is_tie(reference, {0: 0.5, 1: 0.5}, [0, 3], [1, 3], 1e-4)
+    assert not metrics.is_tie(reference, {0: 0.5, 1: 0.5000001}, [0, 3], [1, 3], 1e-4)
+    assert metrics.is_tie(reference, {0: 0.5000001, 1: 0.5}, [0, 3], [1, 3], 1e-4)
+
+
+def evidence(*steps: Step, config: Config | None = None, **changes: Any) -> clauses.Evidence:
+    row = RowEvidence(3, 2, [0] * (len(steps) + 1), [torch.ones(2)] * (len(steps) + 1), [0] * (len(steps) + 1))
+    row.first_logits, row.steps = torch.ones(2), list(steps)
+    given: dict[str, Any] = {"slots": [3] * len(steps), "nbytes": [12] * len(steps), "slot_bytes": 4} | changes
+    return clauses.Evidence(config or Config(budget=2), torch.float32, [row], **given)
+
+
+def good_step(**changes: Any) -> Step:
+    given: dict[str, Any] = {
+        "retained": [1, 3], "momentum": torch.tensor([0.5, 0.6]), "decided": {}, "logits": torch.ones(2),
+        "forced_retained": [1, 3], "forced_logits": torch.ones(2), "refreshes": True, "reference_logits": torch.ones(2),
+        "attended": [0, 1, 2, 3], "attended_momentum": torch.tensor([0.1, 0.5, 0.2, 0.6]), "chosen": [1, 3],
+        "reference_momentum": {1: 0.5, 3: 0.6},
+    }  # fmt: skip
+    return Step(**(given | changes))
+
+
+@pytest.mark.parametrize(
+    ("broken", "clause", "detail"),
+    [
+        ({"retained": [2, 3], "forced_retained": [2, 3], "reference_momentum": {2: 0.5, 3: 0.6}}, "retained sets",
+         "row 0, step 1: kept 2 and evicted 1, the reference the reverse; momenta 0.6 apart, relatively"),
+        ({"momentum": torch.tensor([0.5, 0.61])}, "momentum is", "off by 0.017 of the row's largest momentum"),
+        ({"logits": torch.tensor([1.0, 1.1])}, "outputs are the reference's", "off by 0.1 of the largest logit"),
+        ({"forced_logits": torch.tensor([1.0, 2.0])}, "outputs before the first", "off by 1 of the largest logit before"),
+        ({"retained": [1, 2, 3], "momentum": torch.ones(3)}, "every row keeps its budget", "3 tokens kept, 2 are due"),
+        ({"retained": [1, 4]}, "kept positions", "kept position 4 of a text of 4 tokens"),
+        ({"forced_retained": [0, 3]}, "sequences", "two sequences of the same tokens"),
+    ],
+)  # fmt: skip
+def test_each_clause_names_what_broke_it(broken: dict[str, Any], clause: str, detail: str) -> None:
+    assert all(finding.passed for finding in clauses.findings(evidence(good_step())))
+    found = {finding.name: finding for finding in clauses.findings(evidence(good_step(**broken)))}
+    (finding,) = [finding for name, finding in found.items() if name.startswith(clause)]
+    assert not finding.passed
+    assert finding.detail.startswith("row 0, step 1: ")
+    assert detail in finding.detail
+
+
+def test_clauses_over_several_steps() -> None:
+    def later(**changes: Any) -> Step:
+        moved = {"momentum": torch.tensor([0.55, 0.65]), "reference_momentum": {1: 0.55, 3: 0.65}}
+        return good_step(**(moved | changes))
+
+    def of(*steps: Step, **changes: Any) -> dict[str, str]:
+        return {
+            finding.name: finding.detail
+            for finding in clauses.findings(evidence(*steps, **changes))
+            if not finding.passed
+        }
+
+    assert of(good_step(), later()) == {}
+    gone = later(retained=[2, 4], forced_retained=[2, 4], chosen=[2, 4], reference_momentum={2: 0.55, 4: 0.65})
+    assert of(good_step(), gone)["at most one token leaves per step"] == "row 0, step 2: 2 tokens left in one step"
+    assert of(good_step(), gone)["evicted tokens never return"] == "row 0, step 2: position 2 had been evicted before"
+    lazy = "row 0, step 2: 2 momenta moved on a step that reads no scores"
+    assert of(good_step(), later(refreshes=False)) == {"momentum moves on refreshes alone": lazy}
+    still = "row 0, step 2: no momentum moved on a step that reads scores"
+    assert of(good_step(), good_step()) == {"momentum moves on refreshes alone": still}
+    storage = "storage is the budget and one slot, in bytes"
+    assert of(good_step(), nbytes=[13])[storage] == "step 1: 13 bytes are held for 3 slots of 4 bytes"
+    assert of(good_step(), slots=[4], nbytes=[16])[storage] == "step 1: 4 slots are held where 3 are enough"
+    older = good_step(
+        retained=[2, 3], forced_retained=[2, 3], attended_momentum=torch.tensor([0.1, 0.5, 0.5, 0.6]),
+        chosen=[1, 3], reference_momentum={2: 0.5, 3: 0.6},
+    )  # fmt: skip
+    assert "equal momenta: the oldest goes first (D7)" in of(older)["retained sets are the reference's"]
+
+
+@pytest.mark.parametrize(("correlation", "broken"), [(0.0, False), (0.95, True)])
+def test_the_broken_assumption_is_said(correlation: float, broken: bool) -> None:
+    """Independent scores stay within the bound and break nothing; dependent ones are said to be."""
+    refreshes, tokens = 64, 80
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randn(refreshes, tokens, generator=generator, dtype=torch.float64)
+    noise = [drawn[0]]
+    for innovation in drawn[1:]:
+        noise.append(correlation * noise[-1] + math.sqrt(1 - correlation**2) * innovation)
+    raw = torch.linspace(1, 9, tokens, dtype=torch.float64) + 0.3 * torch.stack(noise)
+    rule = Rule(alpha=0.8, layers=4)
+    momentum, smoothed = torch.zeros(tokens, dtype=torch.float64), []
+    for u in raw:
+        momentum = rule.time_weight * momentum + (1 - rule.time_weight) * u
+        smoothed.append(momentum)
+    found = metrics._stability(rule, raw, torch.stack(smoothed))
+    assert found.pairs == tokens * (tokens - 1) // 2
+    assert found.time_weight == pytest.approx(0.8**4)
+    assert found.assumption.startswith("Broken here: a token's score depends" if broken else "No assumption")
+    assert (found.autocorrelation > 0.7) == broken
+    assert found.observed <= found.bound
+    if not broken:
+        assert found.exceeded < 0.01
+        assert found.cross_correlation == pytest.approx(0.6745 / 8, abs=0.02)
+
+
+def test_the_bound_of_one_pair_is_the_rules() -> None:
+    raw = torch.tensor([[0.5, 0.3], [0.6, 0.2], [0.5, 0.4], [0.4, 0.1]], dtype=torch.float64)
+    rule = Rule(alpha=0.5, layers=2)
+    found = metrics._stability(rule, raw, raw)
+    mean, variance = raw.mean(0), raw.var(0)
+    process = Rule(alpha=0.25)
+    gap = float(mean[0] - mean[1])
+    bounds = [
+        process.misranking_bound(gap, float(variance[0]), steps=t, other_variance=float(variance[1]))
+        for t in range(1, 5)
+    ]
+    assert found.bound == pytest.approx(sum(bounds) / 4)
+    assert (found.pairs, found.observed) == (1, 0.0)
+
+
+# ---------------------------------------------------------------------- strategies and decoders
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@given(decoder=strategies.decoders(), length=st.integers(2, 12), seed=strategies.seeds())
+def test_every_form_decodes_as_the_whole_text_at_once(decoder: PlainDecoder, length: int, seed: int) -> None:
+    text = torch.randint(0, 50, (2, length + 3), generator=torch.Generator().manual_seed(seed))
+    config = Config(budget=10**6)
+    cache = SlotCache(config)
+    decoder.prompt(text[:, :length], cache)
+    step = decoders.compile_step(decoder.step, backend="eager", **config.graph_options(score=True))
+    for place in range(length, length + 3):
+        with torch.no_grad(), cache.step(2):
+            logits = step(text[:, place : place + 1], cache)
+        whole = decoder.prompt(text[:, : place + 1], SlotCache(config))
+        torch.testing.assert_close(logits, whole, rtol=1e-4, atol=1e-4)
+    assert cache.retained_positions()[1].tolist() == list(range(length + 3))
+
+
+@settings(max_examples=5, suppress_health_check=list(HealthCheck))
+@given(model=strategies.language_models(), prompt=strategies.prompts(longest=30))
+def test_check_holds_on_models_of_every_family(model: Any, prompt: dict[str, torch.Tensor]) -> None:
+    report = verify.check(inertia_fx.compile(model, backend="eager", **SMALL), prompt, steps=5)
+    assert report.ok, [finding for finding in report.findings if not finding.passed]
+    assert [row.prompt_tokens for row in report.rows] == prompt["attention_mask"].sum(-1).tolist()
+
+
+@settings(max_examples=60)
+@given(state=strategies.momenta())
+def test_drawn_states_are_states(state: Any) -> None:
+    live = state.positions >= 0
+    assert bool(live.any(1).all())
+    assert bool((state.momentum[live].isfinite()).all())
+    assert bool((~state.momentum[~live].isfinite()).all())
+    for row, positions in enumerate(state.positions):
+        held = positions[positions >= 0]
+        assert len(held.unique()) == len(held)
+        assert int(held.max()) < int(state.length[row])
+        dead = state.momentum[row] == -math.inf
+        assert not bool(dead.any()) or bool(dead[state.free[row]])
+        assert bool(live[row, state.free[row]]) or bool(dead[state.free[row]])
+
+
+@settings(max_examples=40)
+@given(kind=st.sampled_from(strategies.KINDS), data=st.data())
+def test_drawn_scores_are_of_their_kind(kind: str, data: Any) -> None:
+    drawn = data.draw(strategies.scores(steps=40, layers=2, positions=64, kinds=(kind,)))
+    assert drawn.shape == (40, 2, 1, 1, 64)
+    assert bool((drawn > 0).all())
+    assert bool(drawn.isfinite().all())
+    centred = drawn - drawn.mean(0)
+    correlation = float(((centred[1:] * centred[:-1]).sum(0) / (centred**2).sum(0)).median())
+    assert (correlation > 0.5) == (kind == "drift")
+    assert (len(drawn.unique()) <= 3) == (kind == "exact_ties")
+    assert (float(drawn.max() / drawn.min()) < 1.001) == (kind == "near_ties")
+
+
+def test_decoders_refuse_what_they_cannot_be() -> None:
+    with pytest.raises(errors.ConfigError, match="3 query heads cannot share 2 KV heads"):
+        PlainDecoder(heads=3, kv_heads=2)
+    with pytest.raises(errors.ConfigError, match="family='bert' is unknown: choose one of llama, qwen2"):
+        decoders.language_model("bert")
