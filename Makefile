@@ -13,7 +13,8 @@ demo: $(VENV)/installed
 
 test: $(VENV)/installed
 	$(BIN)/python -c "from inertia_fx import models; print(models.locate(None, print))"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --part rest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --part measured --cov --cov-report=term
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -168,8 +168,11 @@ def verify(
         pathlib.Path | None, typer.Option(help="Draw four pictures into this folder, made if missing.")
     ] = None,
 ) -> None:
-    """Hold a compiled model against the reference and its own full cache. Exit status 1 if it breaks the contract."""
-    with _errors():
+    """Hold a compiled model against the reference and its own full cache.
+
+    Exit status 1 if it breaks the contract, 2 if it cannot be checked.
+    """
+    with _errors(status=2):
         task = verification.prepare(
             prompt=prompt,
             prompt_file=prompt_file,
@@ -220,13 +223,13 @@ def _refusal(error: UnsupportedModelError) -> list[str]:
 
 
 @contextlib.contextmanager
-def _errors() -> Iterator[None]:
+def _errors(status: int = 1) -> Iterator[None]:
     """An error of ours is a message in red, not a traceback."""
     try:
         yield
     except InertiaError as error:
         Console(file=sys.stderr).print(Text(str(error), style="red"), soft_wrap=True)
-        raise typer.Exit(1) from None
+        raise typer.Exit(status) from None
 
 
 @contextlib.contextmanager

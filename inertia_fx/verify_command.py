@@ -85,7 +85,7 @@ def run(task: Task, model: Any, tokenizer: Any, on_progress: Progress) -> Report
     """Compile the model and check it.
 
     Raises:
-        ConfigError: the prompt has no tokens, or more than the model takes.
+        ConfigError: the prompt has no tokens.
         InertiaError: the model cannot be compiled or checked.
     """
     from . import verify  # needs packages that the other commands do without
@@ -94,12 +94,6 @@ def run(task: Task, model: Any, tokenizer: Any, on_progress: Progress) -> Report
     ids = demo.build_prompt(tokenizer, task.tokens).ids if needle else list(tokenizer(task.text).input_ids)
     if not ids:
         raise ConfigError("The prompt has no tokens: pass some text.")
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if longest is not None and len(ids) + task.steps > longest:
-        raise ConfigError(
-            f"{len(ids):,} tokens of prompt and {task.steps:,} steps are more than the model takes"
-            f" ({longest:,} tokens): pass a shorter prompt or fewer steps."
-        )
     compiled = api.compile(model, backend=task.backend)
     inputs = torch.tensor([ids], device=model.device)
     return verify.check(compiled, inputs, steps=task.steps, on_progress=on_progress, **task.settings)

@@ -18,10 +18,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inertia_fx import Config, errors, passes
-from inertia_fx.kernels.reference import enter, mean_momentum, next_free
+from inertia_fx.kernels.reference import enter, next_free
 from inertia_fx.slots import RetentionState, survivors
 from inertia_fx.verify import scripted, strategies
-from inertia_fx.verify.driver import decided_momentum
 from inertia_fx.verify.metrics import tie
 from inertia_fx.verify.scripted import Beside, ScriptedRun
 from inertia_fx.verify.strategies import Geometry
@@ -51,7 +50,7 @@ def runs(config: Config, lengths: Any, scores: Tensor, **sizes: int) -> list[tup
     seen = []
     for step in scores:
         run.step(step)
-        seen.append((run.retained, decided_momentum(run.cache)))
+        seen.append((run.retained, run.decided))
     return seen
 
 
@@ -60,7 +59,7 @@ sizes = st.sampled_from(({"layers": 1}, {"layers": 3}, {"layers": 2, "heads": 4,
 lengths = st.lists(st.integers(1, 24), min_size=1, max_size=3)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     geometry=strategies.geometries(), kind=kinds, seed=strategies.seeds(), later=st.lists(st.integers(2, 6), max_size=1)
 )
@@ -242,15 +241,15 @@ def test_7_who_enters_at_the_mean_goes_only_if_all_are_equal(state: RetentionSta
         if not len(alive):
             continue
         assert float(momentum[row, state.free[row]]) == pytest.approx(float(alive.mean()), rel=1e-6)
-        dead = bool((state.momentum[row][positions[row] < 0] == -math.inf).any())
-        if free[row] == state.free[row]:
-            # The newest loses even a tie, so it is strictly the smallest: then nothing else was live.
-            pytest.fail("the token that entered at the mean was chosen to go")
-        if not dead:
+        entered = float(momentum[row, state.free[row]])
+        if entered == float(alive.min()):
+            # Rounded to fp32 the mean is the minimum only if all are within an ulp of it. It ties then, and is the newest.
+            assert float(alive.max()) == pytest.approx(float(alive.min()), rel=2e-7)
+        assert free[row] != state.free[row]
+        if not bool((state.momentum[row][positions[row] < 0] == -math.inf).any()):
             live = positions[row] >= 0
             least = min(zip(momentum[row][live].tolist(), positions[row][live].tolist(), strict=True))
             assert int(positions[row, free[row]]) == least[1]
-    assert torch.equal(mean_momentum(state.momentum, others), mean_momentum(state.momentum.clone(), others))
 
 
 @settings(max_examples=200)
@@ -308,7 +307,7 @@ def test_12_sequences_do_not_see_each_other(geometry: Geometry, kind: str, seed:
     for number in range(STEPS):
         for run, scores, seen in zip(pair, (first, second), alone, strict=True):
             run.step(scores[number])
-            assert (run.retained, decided_momentum(run.cache)) == seen[number]
+            assert (run.retained, run.decided) == seen[number]
 
 
 def test_bad_scripts_are_refused_by_name() -> None:

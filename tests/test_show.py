@@ -164,7 +164,7 @@ def test_every_measure_of_one_row_is_printed() -> None:
     assert "settings Config(ratio=0.9 (evicted), evict_after=4, pool_width=5, alpha_time=0.9, alpha_layer=0.95)" in said
     assert "run 64 decode steps, 1 row" in said
     assert "torch 2.13.0, transformers 5.24.0, inertia_fx 0.1.0" in said
-    assert text.splitlines()[-1].rstrip() == "✓ The contract holds: 4 clauses checked, none violated."
+    assert text.splitlines()[-1].rstrip() == "✓ No violation of the contract: 4 clauses checked."
 
 
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 9])
@@ -473,3 +473,14 @@ def test_verify_imports_without_the_optional_packages(monkeypatch: pytest.Monkey
         monkeypatch.setitem(sys.modules, name, None)
     again = importlib.import_module("inertia_fx.verify.show")
     assert again is not show
+
+
+def test_a_clause_that_could_not_be_decided_is_neither_held_nor_violated() -> None:
+    report = fake(
+        row(), findings=[Finding("held", "D1", True, "yes"), Finding("open", "D2", None, "rounding may do this")]
+    )
+    text = printed(report)
+    assert report.ok
+    assert text.splitlines()[-1].rstrip() == "✓ No violation of the contract: 2 clauses checked, 1 of them undecided."
+    (line,) = [line for line in text.splitlines() if line.startswith("?")]
+    assert line.split() == ["?", "open", "D2", "rounding", "may", "do", "this"]

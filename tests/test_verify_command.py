@@ -138,7 +138,7 @@ def test_report_json_and_pictures(folder: str, check: Check, tmp_path: pathlib.P
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines[0] == "model     LlamaForCausalLM, 134.5 M parameters, float32, backend inductor"
     assert lines[-3:] == [
-        "✓ The contract holds: 4 clauses checked, none violated.",
+        "✓ No violation of the contract: 4 clauses checked.",
         f"JSON: {json}",
         f"Pictures: {plots}",
     ]
@@ -167,8 +167,8 @@ def test_report_is_printed_before_a_file_fails(
 
     monkeypatch.setattr(Report, "save", full)
     result = invoke("verify", "--model", folder, "--prompt", TEXT, "--json", str(tmp_path / "report.json"))
-    assert result.exit_code == 1
-    assert "The contract holds" in result.stdout
+    assert result.exit_code == 2
+    assert "No violation of the contract" in result.stdout
     assert "report.json cannot be written: [Errno 28] No space left on device" in result.stderr
     assert "Traceback" not in result.output
 
@@ -217,7 +217,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"gr\xe4ss")
     result = invoke("verify", *arguments)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert message in result.stderr
     assert result.stdout == ""
 
@@ -227,19 +227,15 @@ def test_protected_places_are_refused(option: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
     result = invoke("verify", option, str(tmp_path / "new"))
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert f"{option.removeprefix('--')}={tmp_path / 'new'} cannot be written to" in result.stderr
 
 
 def test_prompts_that_the_model_cannot_take(folder: str, check: Check) -> None:
     result = invoke("verify", "--model", folder, "--prompt", "")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "The prompt has no tokens" in result.stderr
-    result = invoke("verify", "--model", folder, "--prompt", TEXT, "--steps", "4087")
-    assert result.exit_code == 1
-    assert "10 tokens of prompt and 4,087 steps are more than the model takes (4,096 tokens)" in result.stderr
     assert check.calls == []
-    assert invoke("verify", "--model", folder, "--prompt", TEXT, "--steps", "4086").exit_code == 0
 
 
 def test_error_of_the_check_is_one_message(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +244,7 @@ def test_error_of_the_check_is_one_message(folder: str, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(inertia_fx.verify, "check", broken)
     result = invoke("verify", "--model", folder, "--prompt", TEXT)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert "3 of 128 values of the logits are not finite" in result.stderr
     assert result.stdout == ""
 
@@ -258,5 +254,5 @@ def test_without_scipy_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "scipy" else found(name))
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
     result = invoke("verify")
-    assert result.exit_code == 1
+    assert result.exit_code == 2
     assert 'verify needs scipy: pip install "inertia_fx[verify]"' in result.stderr

@@ -3,10 +3,13 @@
     check(model, ids)      runs a compiled model beside the reference and the full cache -> Report
     bounds.py              the recurrence's weights, gap, variance and rank-stability bound, derived with sympy
     reference.py           the literal growing-list decoder of SPEC.md
-    parity.py, inputs.py   check(): what is run, and which clause of the contract is held against what
+    parity.py, inputs.py   check(): what it takes, what is run
+    clauses.py             the contract, clause by clause, over what was seen
     metrics.py             sets, rankings, divergence; Proposition 1 on a model's own scores
-    report.py, show.py     the Report: data and JSON; printed and drawn
-    decoders.py            tiny decoders of every supported attention form, and one whose attention you write down
+    report.py              the Report: data and JSON; printed by show.py, drawn by draw.py
+    driver.py              a hand-written decoding loop over a compiled model
+    decoders.py            tiny decoders of every supported attention form
+    scripted.py            a decoder whose attention you write down, and the same on plain lists
     strategies.py          hypothesis strategies for scores, momenta, cache geometries, prompts and decoders
     contract.py            DecoderContract: the contract as pytest tests on a model of yours
 
@@ -16,6 +19,6 @@
 from __future__ import annotations
 
 from .parity import check
-from .report import Finding, Report, RowReport, Stability
+from .report import Finding, Ranking, Report, RowReport, Stability
 
-__all__ = ["Finding", "Report", "RowReport", "Stability", "check"]
+__all__ = ["Finding", "Ranking", "Report", "RowReport", "Stability", "check"]

@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from inertia_fx.config import Config
-from inertia_fx.errors import ConfigError
+from ..config import Config
+from ..errors import ConfigError
 
 # sympy and mpmath take half a second to import, so the functions that need them do it.
 

@@ -12,6 +12,7 @@ clauses of docs/SPEC.md that do not hold. Needs ``pip install "inertia_fx[verify
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import itertools
 import math
@@ -20,16 +21,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from transformers import GenerationConfig
 
 from ..api import compile
 from ..config import Config
-from ..errors import UndoError
-from .driver import Driver
+from ..errors import ConfigError, UndoError
+from .clauses import TOLERANCES, Tolerance
+from .driver import Driver, decided_momentum
+from .metrics import NEVER, is_tie
 from .parity import changed, check
 from .reference import Reference
 from .report import Report
-
-NEVER = 10**9
 
 SCHEDULES: dict[str, int | None] = {"full": 1, "lazy4": 4, "lazy3": 3, "score_free": None}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -45,13 +47,14 @@ class DecoderContract:
     """Subclass it, name the class ``Test...``, and set `model`.
 
     Attributes:
-        model: the original Hugging Face model in evaluation mode, or a function without arguments that makes it (as a
-            ``staticmethod``). It is compiled once per class.
-        settings: of :class:`inertia_fx.Config`, for every test. The defaults make short prompts evict.
+        model: the original Hugging Face model in evaluation mode, or a function without arguments that makes it. It is
+            compiled once per class. In half precision, where rounding decides what float32 does not, some tests are skipped.
+        settings: of :class:`inertia_fx.Config`, for every test. The defaults make short prompts evict. A test of a setting
+            that contradicts them is skipped.
         backend: inner compiler; "inductor" tests the compiled kernels too and takes its compile time per graph (about
             ten of them).
         lengths: prompt tokens of the rows of a batch, unequal so that rows are padded.
-        steps: decode steps per test.
+        steps: decode steps per test, at least 4.
         prompts: token ids of the rows instead of random ones; `lengths` is then theirs.
     """
 
@@ -66,6 +69,8 @@ class DecoderContract:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        if cls.steps < 4:
+            raise ConfigError(f"{cls.__name__}.steps={cls.steps}: the contract needs at least 4 decode steps.")
         cls._made = {}
 
     # ------------------------------------------------------------------ what the tests share
@@ -75,9 +80,9 @@ class DecoderContract:
         """The model as given."""
         if "original" not in self._made:
             given = type(self).model
-            assert given is not None, f"{type(self).__name__}.model is not set: give it a model in evaluation mode."
-            is_model = isinstance(given, torch.nn.Module)
-            self._made["original"] = given if is_model else self.model()
+            if given is None:
+                raise ConfigError(f"{type(self).__name__}.model is not set: give it a model in evaluation mode.")
+            self._made["original"] = given if isinstance(given, torch.nn.Module) else given()
         return self._made["original"]
 
     @property
@@ -88,25 +93,44 @@ class DecoderContract:
         return self._made["compiled"]
 
     def config(self, **settings: Any) -> Config:
-        """`settings` of the class with some replaced."""
-        return changed(Config(**self.settings), settings)
+        """`settings` of the class with some replaced; the test is skipped if they contradict each other."""
+        own = Config(**self.settings)
+        try:
+            return changed(own, settings)
+        except ConfigError as contradiction:
+            pytest.skip(f"the class's settings exclude it: {contradiction}")
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """What rounding alone may do."""
+        return TOLERANCES.get(self.original.dtype, TOLERANCES[torch.bfloat16])
+
+    def need_float32(self) -> None:
+        """Skip a test whose two sides add up in another order, which half precision shows."""
+        if self.original.dtype.itemsize < 4:
+            pytest.skip(f"{self.original.dtype} rounds the two sides apart: run the contract in float32 too")
 
     def rows(self, lengths: Sequence[int] | None = None, seed: int = 0) -> list[list[int]]:
-        """Prompts: `prompts`, or random tokens of the given (or the class's) lengths."""
+        """Prompts: `prompts` (turned round for another seed), or random tokens of the given (or the class's) lengths."""
         if lengths is None and self.prompts is not None:
-            return [list(row) for row in self.prompts]
-        vocabulary = self.original.config.get_text_config(decoder=True).vocab_size
+            return [list(row)[:: -1 if seed else 1] for row in self.prompts]
+        text = self.original.config.get_text_config(decoder=True)
         generator = torch.Generator().manual_seed(1000 + seed)
         chosen = self.lengths if lengths is None else lengths
-        return [torch.randint(1, vocabulary, (length,), generator=generator).tolist() for length in chosen]
+        room = getattr(text, "max_position_embeddings", None)
+        if room is not None and max(chosen) + self.steps > room:
+            pytest.skip(
+                f"a prompt of {max(chosen)} tokens and {self.steps} steps do not fit the model's {room} positions"
+            )
+        return [torch.randint(1, text.vocab_size, (length,), generator=generator).tolist() for length in chosen]
 
     def report(self, rows: Sequence[Sequence[int]] | None = None, **settings: Any) -> Report:
         """`inertia_fx.verify.check` on these rows; the test fails with the clauses that do not hold."""
         rows = self.rows() if rows is None else rows
         config = self.config(**settings)
-        given = {name: getattr(config, name) for name in (*self.settings, *settings)}
+        given = {name: getattr(config, name) for name in {*self.settings, *settings}}
         report = check(self.compiled, [list(row) for row in rows], steps=self.steps, **given)
-        broken = [f"{finding.name}: {finding.detail}" for finding in report.findings if not finding.passed]
+        broken = [f"{finding.name}: {finding.detail}" for finding in report.findings if finding.passed is False]
         assert not broken, "\n".join(broken)
         return report
 
@@ -160,15 +184,15 @@ class DecoderContract:
 
     def test_the_ratio_is_the_decimal_that_was_written(self) -> None:
         """0.9 of 50 tokens evicted leaves 5, of 100 leaves 10, whatever 1 - 0.9 is in floating point (D5)."""
-        report = self.report(self.rows([50, 100]), ratio=0.9, min_budget=1)
+        report = self.report(self.rows([50, 100]), ratio=0.9, min_budget=1, protect_first=0, protect_recent=0)
         assert [len(row.retained[-1]) for row in report.rows] == [5, 10]
         assert [row.budget for row in report.rows] == [5, 10]
 
     def test_a_budget_never_reached_is_the_uncompressed_model(self) -> None:
         """Invariant 6."""
         for row in self.report(budget=NEVER).rows:
-            assert row.first_divergence is None
-            assert max(row.output_error) < 1e-2
+            assert max(row.output_error) < 10 * self.tolerance.logits
+            assert row.first_divergence is None or self.original.dtype.itemsize < 4
             assert row.retained[-1] == list(range(row.prompt_tokens + self.steps))
 
     def test_a_second_turn_agrees_with_the_reference(self) -> None:
@@ -176,8 +200,10 @@ class DecoderContract:
         settings = {"refresh_every": 3, "evict_after": 2}
         config = self.config(**settings)
         driver = Driver(self.compiled, config)
-        known = {field: getattr(config, field) for field in (*self.settings, *settings)}
+        known = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         reference = Reference(self.original, **known)
+        seen: list[Any] = []
+        reference.observe = seen.append
         for turn, length in enumerate((30, 11, 17)):
             row = self.rows([length], seed=turn)[0]
             driver.prompt([row])
@@ -185,8 +211,12 @@ class DecoderContract:
             for step in range(self.steps):
                 token = driver.greedy[0]
                 driver.step()
-                reference.step(token)
-                assert driver.retained[0] == reference.positions, f"turn {turn + 1}, step {step + 1}"
+                (kept,) = driver.retained
+                reference.step(token, follow=kept)
+                due = dict(zip(seen[-1].positions, seen[-1].momentum.tolist(), strict=True))
+                momenta = due, decided_momentum(driver.cache)[0]
+                near = kept == reference.chosen or is_tie(*momenta, kept, reference.chosen, self.tolerance.tie)
+                assert near, f"turn {turn + 1}, step {step + 1}: kept {kept}, due {reference.chosen}"
             assert driver.cache.budget == [reference.budget()]
             assert driver.cache.get_seq_length() == reference.seen
 
@@ -202,18 +232,21 @@ class DecoderContract:
         loop = [tokens[0] for tokens, _ in self.run(rows)]
         driver = Driver(self.compiled, self.config())
         name = self.compiled._inertia.cache_name
-        generated = self.compiled.generate(
-            torch.tensor(rows, device=self.original.device), max_new_tokens=self.steps, do_sample=False,
-            pad_token_id=0, **{name: driver.cache},
-        )  # fmt: skip
-        tokens = generated[0, len(rows[0]) :].tolist()
-        assert tokens == loop[: len(tokens)]
-        assert len(tokens) > 0
+        # Greedy to the end, whatever else the model's own generation settings ask for.
+        greedy = GenerationConfig(max_new_tokens=self.steps, do_sample=False, pad_token_id=0)
+        ids = torch.tensor(rows, device=self.original.device)
+        held, self.compiled.generation_config = self.compiled.generation_config, greedy
+        try:
+            generated = self.compiled.generate(ids, generation_config=greedy, **{name: driver.cache})
+        finally:
+            self.compiled.generation_config = held
+        assert generated[0, len(rows[0]) :].tolist() == loop
 
     # ------------------------------------------------------------------ rows and sequences
 
     def test_rows_do_not_see_each_other(self) -> None:
         """A padded row is the row alone; permuting rows permutes what they do (invariant 11, D10)."""
+        self.need_float32()
         rows = self.rows()
         together = self.run(rows)
         for index, row in enumerate(rows):
@@ -236,6 +269,7 @@ class DecoderContract:
 
     def test_reordered_rows_carry_everything(self) -> None:
         """Beam search: K/V, momentum, positions and counts move together."""
+        self.need_float32()
         rows = self.rows()
         driver = Driver(self.compiled, self.config())
         driver.prompt(rows)
@@ -284,7 +318,7 @@ class DecoderContract:
         rows = self.rows()
         driver = Driver(self.compiled, self.config())
         driver.prompt(rows)
-        before = self.go_on(driver, 3)
+        before = self.go_on(driver, 2)
         kept, momentum = driver.retained, driver.momentum
         runtime = self.compiled._inertia
         real = runtime.step
@@ -304,12 +338,14 @@ class DecoderContract:
             del runtime.step
         assert driver.retained == kept
         assert all(torch.equal(a, b) for a, b in zip(driver.momentum, momentum, strict=True))
-        assert before + self.go_on(driver, self.steps - 3) == self.run(rows)
+        assert before + self.go_on(driver, self.steps - 2) == self.run(rows)
 
     def test_storage_is_the_budget_and_one_slot(self) -> None:
         """In bytes that are held, from the first eviction on (invariant 1)."""
-        driver = Driver(self.compiled, self.config())
+        driver = Driver(self.compiled, self.config(evict_after=1))
         driver.prompt(self.rows([60]))
+        if driver.cache.budget[0] >= 60:
+            pytest.skip("the class's budget holds the whole prompt")
         prompt = driver.cache.nbytes
         for _ in range(self.steps):
             driver.step()

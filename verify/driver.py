@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ..cache import SlotCache
 from ..config import Config
+from ..errors import NotCompiledError
+from ..huggingface import Runtime
 from ..huggingface_cache import InertiaCache
 
 
@@ -20,9 +22,28 @@ def decided_momentum(cache: SlotCache) -> list[dict[int, float]]:
 
     The evicted token stands in its slot until the next step (SPEC E4), except where a first eviction has compacted.
     """
-    state = cache.state
-    rows = zip(state.positions.tolist(), state.momentum.tolist(), strict=True)
+    return by_position(cache.state.positions, cache.state.momentum)
+
+
+def by_position(positions: Tensor, momentum: Tensor) -> list[dict[int, float]]:
+    """[B, S] slots as dictionaries, one per row, without the slots that hold no token."""
+    rows = zip(positions.tolist(), momentum.tolist(), strict=True)
     return [{at: value for at, value in zip(*row, strict=True) if at >= 0} for row in rows]
+
+
+def runtime_of(model: Any) -> Runtime:
+    """What :func:`inertia_fx.compile` put on a model.
+
+    Raises:
+        NotCompiledError: it is not what `compile` returned.
+    """
+    runtime = model.__dict__.get("_inertia") if hasattr(model, "__dict__") else None
+    if not isinstance(runtime, Runtime):
+        raise NotCompiledError(
+            f"A {type(model).__name__} was given that inertia_fx.compile did not return: pass"
+            " inertia_fx.compile(model, ...), it is the compiled model that is checked."
+        )
+    return runtime
 
 
 class Driver:
@@ -39,6 +60,7 @@ class Driver:
     """
 
     def __init__(self, model: Any, config: Config | None = None) -> None:
+        self.runtime = runtime_of(model)
         self.model, self.cache = model, InertiaCache(config)
         self.arguments = inspect.signature(type(model)._inertia_base.forward).parameters
         self.seen: list[int] = []
@@ -53,23 +75,21 @@ class Driver:
 
     def prompt(self, rows: Sequence[Sequence[int]]) -> Tensor:
         """A first or later prompt; rows of unequal length are left-padded. Returns the last tokens' logits."""
-        self.seen = self.seen or [0] * len(rows)
-        self.masks = self.masks or [[] for _ in rows]
+        before = self.seen or [0] * len(rows)
         width = max(map(len, rows))
-        padded = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
-        before = torch.tensor(self.seen)
-        for mask, row in zip(self.masks, rows, strict=True):
-            mask += [0] * (width - len(row)) + [1] * len(row)
-        self.seen = [seen + len(row) for seen, row in zip(self.seen, rows, strict=True)]
-        arguments: dict[str, Any] = {"input_ids": padded}
-        if self._padded:
-            own = torch.tensor([mask[-width:] for mask in self.masks])
-            arguments["attention_mask"] = torch.tensor(self.masks)
+        own = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
+        masks = [old + new for old, new in zip(self.masks or [[] for _ in rows], own, strict=True)]
+        arguments: dict[str, Any] = {"input_ids": torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])}
+        if _padded(masks):
+            arguments["attention_mask"] = torch.tensor(masks)
             if "position_ids" in self.arguments:
-                arguments["position_ids"] = (before[:, None] + own.cumsum(-1) - 1).clamp(min=0)
+                places = torch.tensor(before)[:, None] + torch.tensor(own).cumsum(-1) - 1
+                arguments["position_ids"] = places.clamp(min=0)
         if "logits_to_keep" in self.arguments:
             arguments["logits_to_keep"] = 1
-        return self._forward(arguments)
+        logits = self._forward(arguments)
+        self.masks, self.seen = masks, [seen + len(row) for seen, row in zip(before, rows, strict=True)]
+        return logits
 
     def step(self, tokens: Sequence[int] | None = None) -> Tensor:
         """One decode step, of the most likely tokens if none are given. Returns its logits.
@@ -78,7 +98,7 @@ class Driver:
         """
         tokens = self.greedy if tokens is None else tokens
         arguments: dict[str, Any] = {"input_ids": torch.tensor(tokens)[:, None]}
-        if self._padded and "position_ids" in self.arguments:
+        if _padded(self.masks) and "position_ids" in self.arguments:
             arguments["position_ids"] = torch.tensor(self.seen)[:, None]
         logits = self._forward(arguments)
         self.seen = [seen + 1 for seen in self.seen]
@@ -108,16 +128,16 @@ class Driver:
         """Their momentum, on the CPU."""
         return [momentum.cpu() for momentum in self.cache.momentum]
 
-    @property
-    def _padded(self) -> bool:
-        return any(0 in mask for mask in self.masks)
-
     @torch.no_grad()
     def _forward(self, arguments: dict[str, Any]) -> Tensor:
         arguments = {
             name: value.to(self.model.device) if isinstance(value, Tensor) else value
             for name, value in arguments.items()
         }
-        output = self.model(**arguments, **{self.model._inertia.cache_name: self.cache})
+        output = self.model(**arguments, **{self.runtime.cache_name: self.cache})
         self.logits = output.logits[:, -1].float().cpu()
         return self.logits
+
+
+def _padded(masks: list[list[int]]) -> bool:
+    return any(0 in mask for mask in masks)

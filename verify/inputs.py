@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,8 @@ def token_rows(inputs: Any, vocabulary: int) -> list[list[int]]:
     """
     mask = None
     if isinstance(inputs, Mapping) or hasattr(inputs, "input_ids"):
-        mask, inputs = inputs.get("attention_mask"), inputs.get("input_ids")
+        field = inputs.get if isinstance(inputs, Mapping) else lambda name: getattr(inputs, name, None)
+        mask, inputs = field("attention_mask"), field("input_ids")
     rows = _rows("The inputs", inputs)
     if mask is not None:
         keep = _rows("The attention_mask", mask)
@@ -35,9 +37,10 @@ def token_rows(inputs: Any, vocabulary: int) -> list[list[int]]:
             "The inputs hold a row without a token: every row needs at least one (padding does not count)."
         )
     for index, row in enumerate(rows):
-        for token in row:
-            if isinstance(token, bool) or not isinstance(token, int):
+        for place, token in enumerate(row):
+            if isinstance(token, bool) or not hasattr(token, "__index__"):
                 raise InputError(f"Row {index} holds {token!r}: token ids are whole numbers.")
+            row[place] = token = operator.index(token)  # numpy's integers too
             if not 0 <= token < vocabulary:
                 raise InputError(
                     f"Row {index} holds the token id {token}; the model's vocabulary is 0 ... {vocabulary - 1}."
@@ -52,8 +55,9 @@ def _rows(what: str, values: Any) -> list[list[Any]]:
             f"{what} are {type(values).__name__}, not token ids: pass a list of ints, a list of such lists, [B, P], or a"
             " tokenizer's output."
         )
+    values = [row.tolist() if getattr(row, "ndim", 0) else row for row in values]
     nested = [isinstance(row, (list, tuple)) for row in values]
-    if any(nested) != all(nested):
+    if any(nested) and not all(nested):
         raise InputError(f"{what} mix token ids and rows of them: pass one list per row.")
     return [list(row) for row in values] if values and all(nested) else [list(values)]
 

@@ -28,6 +28,8 @@ _PAIRS = 512
 """Tokens whose pairs are compared, at most: 131 thousand pairs."""
 _SHOWN = 12
 """Tokens whose ranks are kept for the picture."""
+_FEWEST = 8
+"""Refreshes from which on a token's mean and variance mean anything."""
 
 
 def jaccard(left: Collection[int], right: Collection[int]) -> float:
@@ -55,9 +57,13 @@ def spearman(left: Tensor, right: Tensor) -> float:
 
 
 def top(scores: Tensor, budget: int) -> list[int]:
-    """Indices of the `budget` largest of [L] scores; of equal ones the newest stay (SPEC D7)."""
-    order = sorted(range(len(scores)), key=lambda index: (float(scores[index]), index))
-    return order[max(0, len(order) - budget) :]
+    """Indices of the `budget` largest of [L] scores, best first; of equal ones the newest stay (SPEC D7)."""
+    return _best_first(scores)[:budget].tolist()
+
+
+def _best_first(scores: Tensor) -> Tensor:
+    """Indices by score, of equal ones the newest first: the order in which tokens are worth keeping."""
+    return len(scores) - 1 - scores.flip(0).argsort(descending=True, stable=True)
 
 
 def tie(momentum: Mapping[int, float], kept: Collection[int], due: Collection[int]) -> float:
@@ -191,12 +197,12 @@ class ScoreLog:
         """Ranks of the tokens around the budget; ``None`` if the budget holds the whole prompt."""
         if self.budget >= self.prompt:
             return None
-        order = self.smoothed[-1].argsort(descending=True, stable=True)
+        order = _best_first(self.smoothed[-1])
         first = max(0, self.budget - _SHOWN // 2)
         positions = order[first : first + _SHOWN].tolist()
         shown = {}
         for name, scores in (("raw", self.raw), ("smoothed", self.smoothed)):
-            ranks = [step.argsort(descending=True, stable=True).argsort() for step in scores]
+            ranks = [_best_first(step).argsort() for step in scores]
             shown[name] = [[int(rank[position]) for position in positions] for rank in ranks]
         return Ranking(positions, self.budget, **shown)
 
@@ -205,11 +211,8 @@ class ScoreLog:
         if self.config.aggregator == "cumulative":
             return None, "a sum of scores (aggregator='cumulative') has no stationary spread, so no bound"
         refreshes = sum(self.refreshed)
-        if refreshes < 4:
-            return (
-                None,
-                f"the spread of scores over time needs at least 4 refreshes, the run had {refreshes}",
-            )
+        if refreshes < _FEWEST:
+            return None, f"the spread of scores over time needs at least {_FEWEST} refreshes, the run had {refreshes}"
         if self.prompt < 2:
             return None, "a prompt of one token has no pair to rank"
         from .bounds import Rule
@@ -277,9 +280,16 @@ def _stability(rule: Rule, raw: Tensor, smoothed: Tensor) -> Stability:
     )
 
 
+def _chance(length: int) -> float:
+    """Median |correlation| of two independent normal series: its square is Beta(1/2, (length - 2) / 2)."""
+    from scipy.stats import beta
+
+    return float(beta.ppf(0.5, 0.5, (length - 2) / 2) ** 0.5)
+
+
 def _assumption(refreshes: int, autocorrelation: float, cross: float) -> str:
     """What of Proposition 1's "i.i.d. over time, independent across tokens" does not hold, against what chance gives."""
-    chance = 0.6745 / refreshes**0.5  # median |correlation| of independent series of this length
+    chance = _chance(refreshes)
     broken = []
     # The median over many tokens is far steadier than one token's 1 / sqrt(T); half of that is a cautious line.
     if autocorrelation + 1 / refreshes > 0.5 / refreshes**0.5:

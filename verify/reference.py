@@ -24,6 +24,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
+from ..errors import UnsupportedModelError
+
 
 class RetentionList:
     """One row's cached tokens, in the order of the text, and the rule that decides who stays.
@@ -206,8 +208,8 @@ class Reference:
         self.observe = observe
         self.chosen: list[int] = []
         self.cache = DynamicCache(config=self.model.config)
-        arguments = inspect.signature(self.model.forward).parameters
-        self.cache_name = "cache" if "cache" in arguments else "past_key_values"
+        self.arguments = inspect.signature(self.model.forward).parameters
+        self.cache_name = "cache" if "cache" in self.arguments else "past_key_values"
 
     @property
     def positions(self) -> list[int]:
@@ -252,6 +254,7 @@ class Reference:
         output = self._forward(self.eager, [token_id])
         refresh = self.row.add_token()
         if refresh or self.observe is not None:
+            self._require_attentions(output)
             attention = [layer[0, :, -1].float().cpu() for layer in output.attentions]  # each [query heads, tokens]
             norms = [layer.values[0].float().norm(dim=-1).cpu() for layer in self.cache.layers]
             scores = [self.row.score(a, n) for a, n in zip(attention, norms, strict=True)]
@@ -268,18 +271,28 @@ class Reference:
                 layer.keys, layer.values = layer.keys[:, :, keep], layer.values[:, :, keep]
         return output.logits[0, -1]
 
+    def _require_attentions(self, output: Any) -> None:
+        attentions = getattr(output, "attentions", None) or ()
+        if len(attentions) != len(self.cache.layers) or any(layer is None for layer in attentions):
+            raise UnsupportedModelError(
+                f"{type(self.model).__name__} returned {len(attentions)} attention tensors for {len(self.cache.layers)} cached"
+                " layers when asked for output_attentions=True with eager attention. The reference reads them: let the"
+                " attention modules return their probabilities then, as transformers' own models do."
+            )
+
     def _forward(self, model: Any, token_ids: list[int]) -> Any:
         length, cached = len(token_ids), len(self.row.positions)
         device, dtype = model.device, model.dtype
         positions = torch.arange(self.row.seen, self.row.seen + length, device=device)[None]
+        optional = {"position_ids": positions, "logits_to_keep": 1}
         causal = torch.ones(length, cached + length, dtype=torch.bool, device=device).tril(cached)
         mask = torch.zeros(length, cached + length, dtype=dtype, device=device)
         return model(
             torch.tensor([token_ids], device=device),
             attention_mask=mask.masked_fill(~causal, torch.finfo(dtype).min)[None, None],
-            position_ids=positions,
             output_attentions=model is self.eager,
             use_cache=True,
+            **{name: value for name, value in optional.items() if name in self.arguments},
             **{self.cache_name: self.cache},
         )
 

@@ -10,6 +10,8 @@ import json
 import pathlib
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InputError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -21,13 +23,14 @@ class Finding:
     Attributes:
         name: what is claimed, in a few words.
         clause: where the contract says so (docs/SPEC.md).
-        passed: whether it held.
+        passed: whether it held; ``None`` where the run cannot tell (no step to which it applies, or a difference that
+            rounding in half precision may cause).
         detail: the measured values; for a violation the row and step of the first one.
     """
 
     name: str
     clause: str
-    passed: bool
+    passed: bool | None
     detail: str
 
 
@@ -94,8 +97,8 @@ class RowReport:
         first_set_difference: first step at which the reference, from the same history, would have kept other tokens.
         set_jaccard: per step, of the tokens kept and those the reference would have kept.
         ties: steps at which they differ by tokens whose momenta agree within rounding.
-        momentum_error: largest difference of a token's momentum from the reference's, relative to the row's largest.
-        logits_error: largest difference of the logits from the reference's, relative to the largest logit.
+        momentum_error: largest relative difference of a token's momentum from the reference's; 1 if one is not finite.
+        logits_error: largest difference of the logits from the reference's, relative to the largest logit; 1 likewise.
         disagreement: teacher-forced on the full cache's tokens, cumulative count of steps whose most likely token differs.
         kl: per step, KL(full || evicted) of the next-token distributions, nats; teacher-forced.
         output_error: per step, |logits - full| / |full|, 2-norms; teacher-forced.
@@ -159,8 +162,8 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Whether every clause of the contract held."""
-        return all(finding.passed for finding in self.findings)
+        """Whether no clause of the contract was seen not to hold."""
+        return not any(finding.passed is False for finding in self.findings)
 
     def survival(self) -> list[float]:
         """S(t), t = 0 ... steps: fraction of the rows whose first t + 1 generated tokens are the full cache's."""
@@ -173,12 +176,19 @@ class Report:
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The inverse of :meth:`to_json`."""
-        data: dict[str, Any] = json.loads(text)
-        data.pop("ok")
-        data["findings"] = [Finding(**finding) for finding in data["findings"]]
-        data["rows"] = [_row(row) for row in data["rows"]]
-        return cls(**data)
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            InputError: the text is not a report.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            data.pop("ok")
+            data["findings"] = [Finding(**finding) for finding in data["findings"]]
+            data["rows"] = [_row(row) for row in data["rows"]]
+            return cls(**data)
+        except (ValueError, KeyError, TypeError, AttributeError) as failure:
+            raise InputError(f"This is not a report that Report.to_json wrote: {failure!r}") from failure
 
     def save(self, path: str | pathlib.Path) -> None:
         """Write :meth:`to_json` to a file."""

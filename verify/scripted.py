@@ -23,10 +23,10 @@ from torch import Tensor, nn
 
 from ..cache import SlotCache
 from ..config import Config
-from ..errors import InputError
+from ..errors import ConfigError, InputError
 from .decoders import compile_step
-from .driver import decided_momentum
-from .metrics import finite, is_tie
+from .driver import by_position
+from .metrics import finite, is_tie, tie
 from .reference import RetentionList
 
 TIE = 1e-5
@@ -102,11 +102,15 @@ class ScriptedRun:
     ) -> None:
         self.config, self.cache, self.backend = config, SlotCache(config), backend
         self.shape = (layers, heads, kv_heads, positions)
+        if heads % kv_heads:
+            raise ConfigError(f"{heads} query heads cannot share {kv_heads} KV heads: the first must be a multiple.")
         self.seen = [0] * len(lengths)
         self.prompt(lengths)
 
     def prompt(self, lengths: Sequence[int]) -> None:
-        """A first or later prompt."""
+        """A first or later prompt of `lengths` tokens per row, each at least 1."""
+        if len(lengths) != len(self.seen) or not lengths or min(lengths) < 1:
+            raise InputError(f"lengths={list(lengths)}: one number of tokens per row, at least 1, is due.")
         layers, _, kv_heads, positions = self.shape
         width = max(lengths)
         real = torch.tensor([[column >= width - length for column in range(width)] for length in lengths])
@@ -142,6 +146,8 @@ class ScriptedRun:
         places = torch.tensor(self.seen)
         with torch.no_grad(), self.cache.step(len(self.seen)):
             outputs = step(scores.log(), places, _norms(places), self.cache)
+            state = self.cache.state  # before a first eviction gathers what stays
+            self._decided = state.positions.clone(), state.momentum.clone()
         self.seen = [before + 1 for before in self.seen]
         return outputs
 
@@ -153,6 +159,11 @@ class ScriptedRun:
     def retained(self) -> list[list[int]]:
         """Sorted true positions, per row."""
         return [positions.tolist() for positions in self.cache.retained_positions()]
+
+    @property
+    def decided(self) -> list[dict[int, float]]:
+        """Momentum by position that the newest step's choice rests on, per row: of what stays and of what leaves."""
+        return by_position(*self._decided)
 
     @property
     def momentum(self) -> list[dict[int, float]]:
@@ -176,6 +187,7 @@ class ScriptedLists:
         self.prompt(lengths)
 
     def prompt(self, lengths: Sequence[int]) -> None:
+        """A first or later prompt."""
         for row, length in zip(self.rows, lengths, strict=True):
             row.add_prompt(length)
 
@@ -224,15 +236,23 @@ class Beside:
 
     def step(self, scores: Tensor) -> None:
         outputs = self.run.step(scores)
-        retained, decided = self.run.retained, decided_momentum(self.run.cache)
+        retained = self.run.retained
+        pooled = [row.pooled for row in self.lists.rows]
         expected, chosen = self.lists.step(scores, follow=retained)
         off = (outputs - expected).abs().amax(dim=(0, 2, 3))
         for row, (kept, due) in enumerate(zip(retained, chosen, strict=True)):
             if off[row] > 1e-5:
                 raise Difference(f"row {row}: attention is off by {off[row]:.2g}: other tokens are attended to")
-            if kept != due and not is_tie(self.lists.momenta[row], decided[row], kept, due, TIE):
+            if kept != due and not self._near_tie(row, kept, due, pooled[row]):
                 raise Difference(f"row {row}, step {self.lists.rows[row].step_number}: kept {kept}, due {due}")
         self._compare_momentum()
+
+    def _near_tie(self, row: int, kept: list[int], due: list[int], pooled_before: bool) -> bool:
+        due_momenta = self.lists.momenta[row]
+        if self.run.config.pool_width > 1 and not pooled_before:
+            # Pooled on the host, after `decided`: which of two equal maxima rounding told apart is not known here.
+            return 0 <= tie(due_momenta, kept, due) <= TIE
+        return is_tie(due_momenta, self.run.decided[row], kept, due, TIE)
 
     def _compare_momentum(self) -> None:
         for row, (ours, due) in enumerate(zip(self.run.momentum, self.lists.rows, strict=True)):

@@ -12,8 +12,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from inertia_fx.errors import ConfigError
-
+from ..errors import ConfigError
 from .report import Report, RowReport, Stability
 
 if TYPE_CHECKING:
@@ -234,14 +233,16 @@ def print_report(report: Report, console: Console | None = None) -> None:
         table.add_row(safe(label, "bold"), safe(said))
     say(table)
 
-    violated = [finding for finding in report.findings if not finding.passed]
-    marks = ("✓", "✗") if unicode else ("ok", "FAIL")
+    violated = [finding for finding in report.findings if finding.passed is False]
+    open_ones = [finding for finding in report.findings if finding.passed is None]
+    marks = ("✓", "✗", "?") if unicode else ("ok", "FAIL", "?")
     table = _table("", "claim", "clause", "detail")
     table.columns[1].max_width, table.columns[2].max_width = 27, 14
-    for finding in [*violated, *(finding for finding in report.findings if finding.passed)]:
-        mark = Text(marks[0], style="green") if finding.passed else Text(marks[1])
+    for finding in [*violated, *open_ones, *(finding for finding in report.findings if finding.passed)]:
+        colour = {True: "", False: "red", None: "yellow"}[finding.passed]
+        mark = Text(marks[0], style="green") if finding.passed else Text(marks[2 if finding.passed is None else 1])
         cells = [safe(said) for said in (finding.name, finding.clause, finding.detail)]
-        table.add_row(mark, *cells, style="" if finding.passed else "red")
+        table.add_row(mark, *cells, style=colour)
     say()
     say(table)
 
@@ -277,7 +278,8 @@ def print_report(report: Report, console: Console | None = None) -> None:
     say()
     clauses = plural(len(report.findings), "clause")
     if report.ok:
-        say(Text(f"{marks[0]} The contract holds: {clauses} checked, none violated.", style="bold green"))
+        undecided = f", {len(open_ones)} of them undecided" if open_ones else ""
+        say(Text(f"{marks[0]} No violation of the contract: {clauses} checked{undecided}.", style="bold green"))
     else:
         say(Text(f"{marks[1]} The contract is violated: {len(violated)} of {clauses}.", style="bold red"))
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ..config import Config
+from ..errors import ConfigError
 from ..kernels.reference import NO_POSITION
 from ..slots import CLOSED, DEAD, RetentionState
 from .decoders import FAMILIES, FORMS, PlainDecoder, language_model
@@ -42,7 +43,11 @@ def seeds() -> st.SearchStrategy[int]:
 
 
 def draw_scores(kind: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Positive fp32 scores of one of :data:`KINDS`; the first dimension is time."""
+    """Positive fp32 scores of one of :data:`KINDS`; the first dimension is time.
+
+    Raises:
+        ConfigError: an unknown kind.
+    """
     generator = torch.Generator().manual_seed(seed)
     if kind == "heavy_tailed":
         return torch.randn(*shape, generator=generator).mul(2).exp().clamp(min=1e-4)
@@ -56,7 +61,8 @@ def draw_scores(kind: str, shape: Sequence[int], seed: int) -> Tensor:
         for innovation in noise[1:]:
             state.append(0.95 * state[-1] + math.sqrt(1 - 0.95**2) * innovation)
         return torch.sigmoid(torch.stack(state)).clamp(min=1e-4)
-    assert kind == "uniform", f"kind={kind!r} is none of {KINDS}"
+    if kind != "uniform":
+        raise ConfigError(f"kind={kind!r} is unknown: choose one of {', '.join(KINDS)}.")
     return torch.rand(*shape, generator=generator).clamp(min=1e-4)
 
 
@@ -94,14 +100,20 @@ def momenta(draw: Any, *, rows: int = 4, slots: int = 40) -> RetentionState:
         momentum[row, order[:live]] = drawn
         taken = torch.randperm(int(length[row]), generator=generator)[:live]
         positions[row, order[:live]] = taken
-        pick = draw(st.integers(0, (dead or live) - 1))
-        free[row] = order[live + pick] if dead else order[pick]
+        if dead:
+            free[row] = order[live + draw(st.integers(0, dead - 1))]
+        else:  # the token to go: of the smallest momentum, the oldest
+            held = [(float(momentum[row, slot]), int(positions[row, slot]), int(slot)) for slot in order[:live]]
+            free[row] = min(held)[2]
     return RetentionState(momentum, positions, free, length)
 
 
 @st.composite
 def configs(draw: Any, *, longest: int = 40, **fixed: Any) -> Config:
-    """Settings of every kind that fit texts of up to `longest` tokens; `fixed` ones are taken as they are."""
+    """Settings of every kind that fit texts of up to `longest` tokens; `fixed` ones are taken as they are.
+
+    What would contradict a fixed setting is not drawn.
+    """
     drawn: dict[str, Any] = {
         "alpha": draw(st.sampled_from((0.0, 0.3, 0.8, 0.95))),
         "refresh_every": draw(st.sampled_from((1, 1, 2, 3, 4, None))),
@@ -112,16 +124,24 @@ def configs(draw: Any, *, longest: int = 40, **fixed: Any) -> Config:
         "protect_first": draw(st.sampled_from((0, 0, 1))),
         "protect_recent": draw(st.sampled_from((0, 0, 1, 2))),
     }
-    if draw(st.booleans()):
+    by_ratio = fixed.get("budget") is None and ({"ratio", "min_budget"} & fixed.keys() or draw(st.booleans()))
+    if by_ratio:
         drawn |= {"ratio": draw(st.sampled_from((0.0, 0.3, 0.5, 0.7, 0.9))), "min_budget": draw(st.integers(3, 8))}
     else:
         drawn["budget"] = draw(st.integers(3, longest))
-    if drawn["aggregator"] == "ema" and draw(st.booleans()):
+    if {"alpha_time", "alpha_layer"} & fixed.keys():
+        drawn["aggregator"] = "ema"
+    if (drawn | fixed)["aggregator"] == "ema" and draw(st.booleans()):
         drawn |= {
             "alpha_time": draw(st.sampled_from((0.0, 0.5, 0.9))),
             "alpha_layer": draw(st.sampled_from((0.0, 0.7, 1.0))),
         }
-    return Config(**(drawn | fixed))
+    chosen = drawn | fixed
+    smallest = chosen["budget"] if chosen.get("budget") is not None else chosen["min_budget"]
+    for name, other in (("protect_recent", "protect_first"), ("protect_first", "protect_recent")):
+        if name not in fixed:
+            chosen[name] = max(0, min(chosen[name], smallest - chosen[other]))
+    return Config(**chosen)
 
 
 @dataclasses.dataclass(frozen=True)
