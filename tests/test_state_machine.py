@@ -3,7 +3,7 @@
 Every sequence of the machine is a batch with a cache of its own; all share one compiled model. Its model is one
 `verify.reference.Reference` per row: two growing lists and the original model.
 
-    pytest tests/test_state_machine.py              two thousand decode steps of up to three rows
+    pytest tests/test_state_machine.py              a few thousand decode steps, counted per row
     pytest tests/test_state_machine.py --deep       for an hour, with fresh random events; --deep=5 for five minutes
 """
 
@@ -106,7 +106,7 @@ class CacheMachine(RuleBasedStateMachine):
                 return
             tokens = batch.driver.greedy
             logits = batch.driver.step(tokens)
-            steps_taken += 1
+            steps_taken += len(batch.rows)
             for index, (row, token) in enumerate(zip(batch.rows, tokens, strict=True)):
                 kept = batch.driver.retained[index]
                 before = {}

@@ -220,7 +220,8 @@ class _Run:
         for index, (prompted, row) in enumerate(zip(self.references, self.evidence, strict=True)):
             with self._stage(f"reference: twice {_steps(self.steps)}{self._of(index)}"):
                 for tokens, steps in ((row.tokens, row.steps), (row.full_tokens, row.forced)):
-                    reference, seen = prompted.fork(), []
+                    reference = prompted.fork()
+                    seen: list[Observation] = []
                     reference.observe = seen.append
                     for token, step in zip(tokens, steps, strict=False):  # the last token is fed to nobody
                         step.reference_logits = reference.step(token, follow=step.retained).float().cpu()
