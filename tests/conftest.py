@@ -30,7 +30,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )  # fmt: skip
 
 
-MEASURED = ("api", "bounds", "cache", "cli", "contract", "kernels", "passes", "propositions", "show", "verify", "verify_command")
+MEASURED = (
+    "api",
+    "bounds",
+    "cache",
+    "cli",
+    "contract",
+    "kernels",
+    "passes",
+    "propositions",
+    "show",
+    "verify",
+    "verify_command",
+)
 """Files that reach nearly every branch; parity, contract, mutations and real models run what these have run."""
 
 
