@@ -378,7 +378,8 @@ def reordering_forgets_momentum(patch: Patch) -> None:
     def select(layers: Any, state: Any, index: Tensor) -> None:
         momentum = state.momentum.clone()
         real(layers, state, index)
-        state.momentum.copy_(momentum)
+        if state.momentum.shape == momentum.shape:
+            state.momentum.copy_(momentum)
 
     patch.setattr(slots, "select_rows", select)
 

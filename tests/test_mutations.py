@@ -14,13 +14,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import run_state_machine_as_test
 
 import inertia_fx
 from inertia_fx import Config, verify
 from inertia_fx.verify import scripted, strategies
 from inertia_fx.verify.contract import DecoderContract
 from inertia_fx.verify.scripted import Beside
-from tests import faults, models, test_propositions
+from tests import faults, models, test_propositions, test_state_machine
 from tests.test_propositions import Process
 
 Patch = pytest.MonkeyPatch
@@ -90,7 +92,21 @@ def proposition(check: Callable[[Process], None], **process: Any) -> Check:
     return lambda: check(Process(**given))
 
 
+def machine() -> None:
+    """The cache's state machine, a short run of it."""
+    test_state_machine.compiled.cache_clear()
+    short = settings(
+        max_examples=12, stateful_step_count=25, deadline=None, derandomize=True, database=None,
+        phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    try:
+        run_state_machine_as_test(test_state_machine.CacheMachine, settings=short)
+    finally:
+        test_state_machine.compiled.cache_clear()
+
+
 CHECKS: dict[str, Check] = {
+    "state machine": machine,
     "clause: retained sets": clause("retained sets are the reference's"),
     "clause: momentum": clause("momentum is the reference's"),
     "clause: outputs": clause("outputs are the reference's"),
@@ -176,7 +192,7 @@ FAULTS: dict[Callable[[Patch], None], str | tuple[str, ...]] = {
     faults.second_turn_goes_on_counting: "contract: second turn",
     faults.nothing_compacted: "clause: storage",
     faults.views_keep_the_prompt_alive: "contract: storage",
-    faults.reordering_forgets_momentum: "contract: reordered rows",
+    faults.reordering_forgets_momentum: ("contract: reordered rows", "state machine"),
     faults.saving_forgets_the_step: "contract: saved cache",
     faults.failure_keeps_the_state: "contract: failed step",
     faults.reset_keeps_the_count: "contract: reset",
