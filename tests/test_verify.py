@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 import inertia_fx
 from inertia_fx import Config, errors, verify
 from inertia_fx.cache import SlotCache
-from inertia_fx.verify import clauses, decoders, metrics, parity, strategies
+from inertia_fx.verify import clauses, decoders, metrics, parity, scripted, strategies
 from inertia_fx.verify.bounds import Rule
 from inertia_fx.verify.clauses import RowEvidence, Step
 from inertia_fx.verify.decoders import PlainDecoder
 from inertia_fx.verify.driver import Driver
 from inertia_fx.verify.inputs import token_rows
 from inertia_fx.verify.reference import Reference
-from inertia_fx.verify.scripted import ScriptedRun
+from inertia_fx.verify.scripted import Beside, Difference, ScriptedDecoder, ScriptedRun
 from tests import models
 
 SMALL: dict[str, Any] = {"ratio": 0.7, "min_budget": 5}
@@ -525,6 +525,65 @@ def test_ragged_tensors_and_numpys_integers() -> None:
     assert token_rows([torch.tensor([5, 6, 7]), torch.tensor([8, 9])], 128) == [[5, 6, 7], [8, 9]]
     assert token_rows([numpy.int64(5), numpy.int64(6)], 128) == [[5, 6]]
     assert token_rows(numpy.array([[5, 6]]), 128) == [[5, 6]]
+
+
+def test_every_form_is_the_same_attention() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 1, 8, generator=generator)
+    k, v = (torch.randn(2, 2, 9, 8, generator=generator) for _ in range(2))
+    logits = torch.einsum("bngd,bnsd->bngs", q.double().reshape(2, 2, 2, 8), k.double()) / math.sqrt(8)
+    due = torch.einsum("bngs,bnsd->bngd", logits.softmax(-1), v.double()).reshape(2, 4, 1, 8)
+    everywhere = torch.ones(2, 1, 1, 9, dtype=torch.bool)
+    for form in decoders.FORMS.values():
+        torch.testing.assert_close(form(q, k, v, everywhere, {}).double(), due, rtol=1e-5, atol=1e-6)
+
+
+def test_decoders_step_without_a_compiler() -> None:
+    """The traced code is right by itself: it decodes over the live slots, with a momentum that never moves."""
+    decoder, text = PlainDecoder(), torch.arange(12).reshape(1, 12)
+    cache = SlotCache(Config(budget=10**6))
+    decoder.prompt(text[:, :11], cache)
+    with torch.no_grad(), cache.step(1):
+        logits = decoder.step(text[:, 11:], cache)
+    torch.testing.assert_close(logits, decoder.prompt(text, SlotCache(Config())), rtol=1e-4, atol=1e-4)
+    assert cache.momentum[0].tolist() == [0.0] * 12
+    run = ScriptedRun(Config(budget=6), [4], layers=2, positions=8)
+    scores = torch.arange(1, 17).reshape(2, 1, 1, 8).float()
+    with torch.no_grad(), run.cache.step(1):
+        place = torch.tensor([4])
+        outputs = ScriptedDecoder(2, positions=8).step(scores.log(), place, scripted._norms(place), run.cache)
+    due = scores.where(torch.arange(8) < 5, 0.0) * scripted._norms(torch.arange(8))
+    torch.testing.assert_close(outputs, due / scores[..., :5].sum(-1, keepdim=True))
+
+
+def test_beside_sees_each_kind_of_difference() -> None:
+    def pair() -> Beside:
+        both = Beside(Config(budget=5, pool_width=3, evict_after=2), [8, 4], positions=24)
+        for step in strategies.draw_scores("uniform", (3, 1, 2, 1, 24), seed=0):
+            both.step(step)
+        both.prompt([3, 2])
+        return both
+
+    scores = strategies.draw_scores("uniform", (1, 2, 1, 24), seed=1)
+    pair().step(scores)
+    other = pair()
+    other.run.cache.state.momentum.mul_(2)
+    with pytest.raises(Difference, match="row 0: momentum of"):
+        other.prompt([1, 1])
+    other = pair()
+    other.run.cache.layers[0].keys.zero_()
+    with pytest.raises(Difference, match="row 0: attention is off by"):
+        other.step(scores)
+    other = pair()
+    other.lists.rows[1].absolute = 4
+    other.step(scores)
+    with pytest.raises(Difference, match="row 1, step 2: kept"):
+        other.step(scores)
+    other = pair()
+    other.lists.rows[0].positions.pop()
+    other.lists.rows[0].momentum.pop()
+    with pytest.raises(Difference, match="row 0: positions"):
+        other.prompt([1, 1])
 
 
 def test_decoders_refuse_what_they_cannot_be() -> None:
