@@ -147,7 +147,10 @@ def verify(
     ] = None,
     tokens: Annotated[int | None, typer.Option(help="Length of the demo's prompt, about; 1000.")] = None,
     steps: Annotated[int, typer.Option(help="Decode steps.")] = 64,
-    backend: Annotated[str, typer.Option(help="Inner compiler: inductor, aot_eager or eager.")] = "inductor",
+    backend: Annotated[
+        str,
+        typer.Option(help="Inner compiler: eager, aot_eager, or inductor (checks its kernels too; compiles longer)."),
+    ] = "eager",
     ratio: Annotated[float | None, typer.Option(help="Fraction of the prompt's tokens that is evicted.")] = None,
     budget: Annotated[int | None, typer.Option(help="Tokens to keep, instead of --ratio.")] = None,
     min_budget: Annotated[int | None, typer.Option(help="Smallest budget that --ratio may ask for.")] = None,

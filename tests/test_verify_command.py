@@ -69,7 +69,7 @@ def test_without_options_the_needle_prompt_and_no_settings(folder: str, check: C
     assert result.exit_code == 0, result.output
     assert check.given() == {"steps": 64}
     assert check.ids() == demo.build_prompt(tokenizer(TEMPLATE), 1000).ids
-    assert check.model._inertia.compiler["backend"] == "inductor"
+    assert check.model._inertia.compiler["backend"] == "eager"
     assert check.model._inertia.config == inertia_fx.Config()
     assert "checking something" in result.stderr
     assert "checking something" not in result.stdout
