@@ -9,6 +9,8 @@ is kept here between calls; a sequence's state reaches the graph as inputs (see 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -109,6 +111,16 @@ def check_inner(backend: str | Callable[..., Any], mode: str | None, options: Ma
         for name in options:
             if name.replace("-", "_") not in known_options:
                 raise ConfigError(f"options[{name!r}] is not an Inductor setting.")
+
+
+_numbers = itertools.count()
+
+
+def own_code(function: Any) -> types.FunctionType:
+    """A twin with a code object of its own: Dynamo keeps graphs and its recompile limit per code object."""
+    name = f"inertia_{function.__name__.strip('_')}_{next(_numbers)}"
+    code = function.__code__.replace(co_name=name)
+    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
 def inertia(

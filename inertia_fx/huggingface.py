@@ -10,8 +10,6 @@ import copy
 import dataclasses
 import functools
 import inspect
-import itertools
-import types
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +19,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from .backend import inertia
+from .backend import inertia, own_code
 from .config import Config
 from .errors import (
     CacheError,
@@ -60,19 +58,9 @@ class Runtime:
         key = tuple(options.items())
         if key not in self.steps:
             self.steps[key] = torch.compile(
-                _own_code(_decode), backend=inertia, fullgraph=True, options=options | dict(self.compiler)
+                own_code(_decode), backend=inertia, fullgraph=True, options=options | dict(self.compiler)
             )
         return self.steps[key]
-
-
-_numbers = itertools.count()
-
-
-def _own_code(function: Any) -> types.FunctionType:
-    """A twin with a code object of its own: Dynamo keeps graphs and its recompile limit per code object."""
-    name = f"inertia_decode_{next(_numbers)}"
-    code = function.__code__.replace(co_name=name)
-    return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)
 
 
 def _decode(

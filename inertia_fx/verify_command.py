@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import pathlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from . import api, demo
+from . import api, demo, verify
 from .backend import check_inner
 from .config import Config
 from .errors import ConfigError
 from .models import Progress
-
-if TYPE_CHECKING:
-    from .verify.report import Report
+from .verify import Report
+from .verify.metrics import require_scipy
 
 TOKENS = 1000
 """Length of the needle prompt that is taken when none is given."""
@@ -54,8 +52,7 @@ def prepare(
     **settings: Any,
 ) -> Task:
     """The task, or a :class:`ConfigError`. A setting that is ``None`` was not given."""
-    if importlib.util.find_spec("scipy") is None:
-        raise ConfigError('verify needs scipy: pip install "inertia_fx[verify]"')
+    require_scipy("verify")
     given = {name: value for name, value in settings.items() if value is not None}
     if refresh_every is not None:
         given["refresh_every"] = _refresh_every(refresh_every)
@@ -88,8 +85,6 @@ def run(task: Task, model: Any, tokenizer: Any, on_progress: Progress) -> Report
         ConfigError: the prompt has no tokens.
         InertiaError: the model cannot be compiled or checked.
     """
-    from . import verify  # needs packages that the other commands do without
-
     needle = task.text is None
     ids = demo.build_prompt(tokenizer, task.tokens).ids if needle else list(tokenizer(task.text).input_ids)
     if not ids:

@@ -159,7 +159,7 @@ def test_a_report_against_the_two_decoders_by_hand() -> None:
     reference.observe = seen.append
     reference.prompt(row)
     reference.step(full[0])
-    kept = [seen[0].positions.index(position) for position in found.retained[0]]
+    kept = [list(seen[0].momentum).index(position) for position in found.retained[0]]
     assert found.evicted_mass[0] == pytest.approx(1 - float(seen[0].attention.mean((0, 1))[kept].sum()), abs=1e-5)
 
 
@@ -256,8 +256,8 @@ def evidence(*steps: Step, config: Config | None = None, **changes: Any) -> clau
 def good_step(**changes: Any) -> Step:
     given: dict[str, Any] = {
         "retained": [1, 3], "momentum": torch.tensor([0.5, 0.6]), "decided": {0: 0.1, 1: 0.5, 2: 0.2, 3: 0.6},
-        "logits": torch.ones(2), "refreshes": True, "reference_logits": torch.ones(2), "attended": [0, 1, 2, 3],
-        "attended_momentum": torch.tensor([0.1, 0.5, 0.2, 0.6]), "chosen": [1, 3], "reference_momentum": {1: 0.5, 3: 0.6},
+        "logits": torch.ones(2), "refreshes": True, "reference_logits": torch.ones(2),
+        "attended": {0: 0.1, 1: 0.5, 2: 0.2, 3: 0.6}, "chosen": [1, 3], "reference_momentum": {1: 0.5, 3: 0.6},
     }  # fmt: skip
     return Step(**(given | changes))
 
@@ -289,7 +289,7 @@ def test_each_clause_names_what_broke_it(changes: dict[str, Any], clause: str, d
 
 
 def test_a_small_momentum_beside_a_large_one_is_seen() -> None:
-    sink = {"attended_momentum": torch.tensor([0.1, 3e-4, 0.0, 0.9])}
+    sink = {"attended": {0: 0.1, 1: 3e-4, 2: 0.0, 3: 0.9}}
     due = good_step(momentum=torch.tensor([3e-4, 0.9]), reference_momentum={1: 3e-4, 3: 0.9}, **sink)
     assert broken(due) == {}
     wrong = good_step(momentum=torch.tensor([2e-4, 0.9]), reference_momentum={1: 3e-4, 3: 0.9}, **sink)
@@ -346,7 +346,7 @@ def test_sequences_that_part_are_each_held_against_the_reference() -> None:
 
 def test_exact_ties_and_half_precision() -> None:
     kept_the_older = {
-        "retained": [1, 3], "chosen": [2, 3], "attended_momentum": torch.tensor([0.1, 0.5, 0.5, 0.6]),
+        "retained": [1, 3], "chosen": [2, 3], "attended": {0: 0.1, 1: 0.5, 2: 0.5, 3: 0.6},
         "momentum": torch.tensor([0.5, 0.6]),
     }  # fmt: skip
     sets = "retained sets are the reference's"

@@ -43,6 +43,11 @@ TOLERANCES = {
 }
 
 
+def tolerance_of(dtype: torch.dtype) -> Tolerance:
+    """That of a model's dtype; of bfloat16 for smaller ones."""
+    return TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
+
+
 @dataclasses.dataclass
 class Step:
     """One decode step of one sequence: the compiled model's side, then the reference's, from the same history.
@@ -51,7 +56,7 @@ class Step:
         retained, momentum: positions kept, and their momentum.
         decided: as :func:`verify.driver.decided_momentum`.
         refreshes: whether the step reads scores.
-        attended, attended_momentum: the reference's tokens before anything left, and their momentum.
+        attended: the reference's momentum before anything left, by position.
         chosen: what the reference would keep. reference_momentum: by position, of what is kept.
         evicted_mass: attention, mean over layers and heads, on the tokens that leave.
     """
@@ -62,8 +67,7 @@ class Step:
     logits: Tensor
     refreshes: bool
     reference_logits: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
-    attended: list[int] = dataclasses.field(default_factory=list)
-    attended_momentum: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
+    attended: dict[int, float] = dataclasses.field(default_factory=dict)
     chosen: list[int] = dataclasses.field(default_factory=list)
     reference_momentum: dict[int, float] = dataclasses.field(default_factory=dict)
     evicted_mass: float = 0.0
@@ -83,14 +87,9 @@ class Step:
         """Largest difference from the reference's logits, relative to the largest of them; 1 if one is not finite."""
         return off(self.logits, self.reference_logits)
 
-    @property
-    def attended_by_position(self) -> dict[int, float]:
-        """The reference's momentum before anything left."""
-        return dict(zip(self.attended, self.attended_momentum.tolist(), strict=True))
-
     def tie(self) -> float:
         """How far apart, relatively, the momenta are of the tokens by which the two choices differ; 0 if exactly equal."""
-        return tie(self.attended_by_position, self.retained, self.chosen)
+        return tie(self.attended, self.retained, self.chosen)
 
 
 def off(ours: Tensor, due: Tensor) -> float:
@@ -150,7 +149,7 @@ class Evidence:
 
     @property
     def tolerance(self) -> Tolerance:
-        return TOLERANCES.get(self.dtype, TOLERANCES[torch.bfloat16])
+        return tolerance_of(self.dtype)
 
     def is_tie(self, step: Step, first: bool) -> bool:
         """Whether rounding explains that the step kept other tokens than the reference would have.
@@ -160,8 +159,7 @@ class Evidence:
         if step.retained == step.chosen:
             return False
         exact = first and step.tie() == 0
-        momenta = step.attended_by_position, step.decided
-        return exact or is_tie(*momenta, step.retained, step.chosen, self.tolerance.tie)
+        return exact or is_tie(step.attended, step.decided, step.retained, step.chosen, self.tolerance.tie)
 
 
 Violations = Iterator[tuple[str, str]]
@@ -217,26 +215,33 @@ def _sets_hold(evidence: Evidence) -> str:
     return f"the same positions in {len(all_steps) - differing} of {len(all_steps)} steps, near ties in the others"
 
 
-def _momentum(evidence: Evidence) -> Violations:
+def _beyond(evidence: Evidence, what: str, said: str) -> Violations:
+    """Steps whose error in `what`, "momentum" or "logits", is beyond the tolerance."""
     for where, *_, step in _steps(evidence):
-        if not step.momentum_error <= evidence.tolerance.momentum:
-            yield where, f"a token's momentum is off by {step.momentum_error:.2g}, relatively"
+        error = getattr(step, f"{what}_error")
+        if not error <= getattr(evidence.tolerance, what):
+            yield where, said.format(error)
+
+
+def _worst(evidence: Evidence, what: str, said: str) -> str:
+    worst = max(getattr(step, f"{what}_error") for *_, step in _steps(evidence))
+    return f"{said.format(worst)} (allowed: {getattr(evidence.tolerance, what):g})"
+
+
+def _momentum(evidence: Evidence) -> Violations:
+    return _beyond(evidence, "momentum", "a token's momentum is off by {:.2g}, relatively")
 
 
 def _momentum_hold(evidence: Evidence) -> str:
-    worst = max(step.momentum_error for *_, step in _steps(evidence))
-    return f"every token's within {worst:.1e} (allowed: {evidence.tolerance.momentum:g})"
+    return _worst(evidence, "momentum", "every token's within {:.1e}")
 
 
 def _logits(evidence: Evidence) -> Violations:
-    for where, *_, step in _steps(evidence):
-        if not step.logits_error <= evidence.tolerance.logits:
-            yield where, f"off by {step.logits_error:.2g} of the largest logit"
+    return _beyond(evidence, "logits", "off by {:.2g} of the largest logit")
 
 
 def _logits_hold(evidence: Evidence) -> str:
-    worst = max(step.logits_error for *_, step in _steps(evidence))
-    return f"off by at most {worst:.1e} of the largest logit (allowed: {evidence.tolerance.logits:g})"
+    return _worst(evidence, "logits", "off by at most {:.1e} of the largest logit")
 
 
 def _finite(evidence: Evidence) -> Violations:

@@ -12,7 +12,6 @@ clauses of docs/SPEC.md that do not hold. Needs ``pip install "inertia_fx[verify
 from __future__ import annotations
 
 import copy
-import dataclasses
 import io
 import itertools
 import math
@@ -26,7 +25,7 @@ from transformers import GenerationConfig
 from ..api import compile
 from ..config import Config
 from ..errors import ConfigError, UndoError
-from .clauses import TOLERANCES, Tolerance
+from .clauses import Tolerance, tolerance_of
 from .driver import Driver, decided_momentum
 from .metrics import NEVER, is_tie
 from .parity import changed, check
@@ -103,7 +102,7 @@ class DecoderContract:
     @property
     def tolerance(self) -> Tolerance:
         """What rounding alone may do."""
-        return TOLERANCES.get(self.original.dtype, TOLERANCES[torch.bfloat16])
+        return tolerance_of(self.original.dtype)
 
     def need_float32(self) -> None:
         """Skip a test whose two sides add up in another order, which half precision shows."""
@@ -127,8 +126,7 @@ class DecoderContract:
     def report(self, rows: Sequence[Sequence[int]] | None = None, **settings: Any) -> Report:
         """`inertia_fx.verify.check` on these rows; the test fails with the clauses that do not hold."""
         rows = self.rows() if rows is None else rows
-        config = self.config(**settings)
-        given = {name: getattr(config, name) for name in {*self.settings, *settings}}
+        given = vars(self.config(**settings))
         report = check(self.compiled, [list(row) for row in rows], steps=self.steps, **given)
         broken = [f"{finding.name}: {finding.detail}" for finding in report.findings if finding.passed is False]
         assert not broken, "\n".join(broken)
@@ -200,8 +198,7 @@ class DecoderContract:
         settings = {"refresh_every": 3, "evict_after": 2}
         config = self.config(**settings)
         driver = Driver(self.compiled, config)
-        known = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        reference = Reference(self.original, **known)
+        reference = Reference(self.original, **vars(config))
         seen: list[Any] = []
         reference.observe = seen.append
         for turn, length in enumerate((30, 11, 17)):
@@ -213,8 +210,7 @@ class DecoderContract:
                 driver.step()
                 (kept,) = driver.retained
                 reference.step(token, follow=kept)
-                due = dict(zip(seen[-1].positions, seen[-1].momentum.tolist(), strict=True))
-                momenta = due, decided_momentum(driver.cache)[0]
+                momenta = seen[-1].momentum, decided_momentum(driver.cache)[0]
                 near = kept == reference.chosen or is_tie(*momenta, kept, reference.chosen, self.tolerance.tie)
                 assert near, f"turn {turn + 1}, step {step + 1}: kept {kept}, due {reference.chosen}"
             assert driver.cache.budget == [reference.budget()]

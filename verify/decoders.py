@@ -7,7 +7,6 @@ language_model()  a random Hugging Face decoder of a supported family
 from __future__ import annotations
 
 import math
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backend import inertia
+from ..backend import inertia, own_code
 from ..cache import SlotCache
 from ..errors import ConfigError
 from ..slots import Entry
@@ -90,6 +89,12 @@ FORMS: dict[str, Attention] = {
 """Every way to write attention over the slots that `find_attention` matches."""
 
 
+def require_groups(heads: int, kv_heads: int) -> None:
+    """Raise :class:`ConfigError` unless every KV head serves the same number of query heads."""
+    if heads % kv_heads:
+        raise ConfigError(f"{heads} query heads cannot share {kv_heads} KV heads: the first must be a multiple.")
+
+
 class PlainDecoder(nn.Module):
     """Embedding, `layers` attention blocks with residuals, and a head. No positions: attention is by content alone.
 
@@ -109,8 +114,7 @@ class PlainDecoder(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if heads % kv_heads:
-            raise ConfigError(f"{heads} query heads cannot share {kv_heads} KV heads: the first must be a multiple.")
+        require_groups(heads, kv_heads)
         self.heads, self.kv_heads, self.width = heads, kv_heads, width
         torch.manual_seed(seed)
         size = heads * width
@@ -162,15 +166,8 @@ def compile_step(step: Any, **options: Any) -> Any:
         step: a function or a bound method.
         options: of the backend, for example ``**config.graph_options(score=True), backend="eager"``.
     """
-    function = step.__func__ if isinstance(step, types.MethodType) else step
-    twin = types.FunctionType(
-        function.__code__.replace(),
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    bound = types.MethodType(twin, step.__self__) if isinstance(step, types.MethodType) else twin
+    twin: Any = own_code(getattr(step, "__func__", step))
+    bound = twin.__get__(step.__self__) if hasattr(step, "__self__") else twin
     return torch.compile(bound, backend=inertia, options=options, fullgraph=True)
 
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import itertools
 import math
 import statistics
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from ..config import Config, Scorer
 from ..errors import ConfigError, InputError
+from .bounds import Rule
 from .reference import Observation, RetentionList
 from .report import Ranking, Stability
-
-if TYPE_CHECKING:
-    from .bounds import Rule
 
 SCORERS: tuple[str, ...] = get_args(Scorer)
 NEVER = 2**62
@@ -49,8 +48,7 @@ def spearman(left: Tensor, right: Tensor) -> float:
     finite("the scores to rank", right)
     if len(left.unique()) < 2 or len(right.unique()) < 2:
         return 1.0
-    if importlib.util.find_spec("scipy") is None:
-        raise ConfigError('Rank correlations need scipy: pip install "inertia_fx[verify]".')
+    require_scipy("A rank correlation")
     from scipy.stats import spearmanr
 
     return float(spearmanr(left.numpy(), right.numpy()).statistic)
@@ -120,6 +118,12 @@ def relative_error(full: Tensor, other: Tensor) -> float:
     return float((other.double() - full.double()).norm() / full.double().norm().clamp(min=1e-30))
 
 
+def require_scipy(who: str) -> None:
+    """Raise :class:`ConfigError` if it is not installed."""
+    if importlib.util.find_spec("scipy") is None:
+        raise ConfigError(f'{who} needs scipy: pip install "inertia_fx[verify]"')
+
+
 def same_shape(what: str, left: Tensor, right: Tensor) -> None:
     """Raise :class:`InputError` unless the shapes agree."""
     if left.shape != right.shape:
@@ -145,12 +149,11 @@ class ScoreLog:
         budget: B, for the top-B sets.
     """
 
-    def __init__(self, config: Config, settings: dict[str, object], prompt: int, budget: int) -> None:
+    def __init__(self, config: Config, prompt: int, budget: int) -> None:
         self.config, self.prompt, self.budget = config, prompt, budget
         self.lists = {}
         for scorer in SCORERS:
-            unbounded = {"ratio": 0, "budget": NEVER, "scorer": scorer}
-            self.lists[scorer] = RetentionList(**(settings | unbounded))  # type: ignore[arg-type]
+            self.lists[scorer] = RetentionList(**(vars(config) | {"budget": NEVER, "scorer": scorer}))
             self.lists[scorer].add_prompt(prompt)
         self.raw: list[Tensor] = []
         self.smoothed: list[Tensor] = []
@@ -215,8 +218,6 @@ class ScoreLog:
             return None, f"the spread of scores over time needs at least {_FEWEST} refreshes, the run had {refreshes}"
         if self.prompt < 2:
             return None, "a prompt of one token has no pair to rank"
-        from .bounds import Rule
-
         rule = Rule.of(self.config, self.layers)
         raw = torch.stack([u for u, on in zip(self.raw, self.refreshed, strict=True) if on]).double()
         smoothed = torch.stack([m for m, on in zip(self.smoothed, self.refreshed, strict=True) if on]).double()
@@ -226,10 +227,9 @@ class ScoreLog:
         return _stability(rule, raw, smoothed), None
 
 
+@functools.cache
 def layer_weights(config: Config, layers: int) -> list[float]:
     """w_1 ... w_K of one step's scores, summing to 1; equal ones for a cumulative sum."""
-    from .bounds import Rule
-
     if config.aggregator == "cumulative":
         return [1 / layers] * layers
     return Rule.of(config, layers).layer_weights()
@@ -237,8 +237,6 @@ def layer_weights(config: Config, layers: int) -> list[float]:
 
 def _stability(rule: Rule, raw: Tensor, smoothed: Tensor) -> Stability:
     """`raw` u and `smoothed` m, [refreshes, tokens] fp64."""
-    from .bounds import Rule
-
     refreshes = len(raw)
     mean, variance = raw.mean(0), raw.var(0, correction=1)
     gap = mean.unsqueeze(1) - mean  # [i, j]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
-import importlib.util
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ..config import DEFAULT_RATIO, Aggregator, Config, Scorer
-from ..errors import ConfigError, InputError
+from ..errors import InputError
 from ..huggingface import uncompiled
 from .clauses import Evidence, RowEvidence, Step, findings
 from .driver import Driver, decided_momentum, runtime_of
 from .inputs import token_rows
-from .metrics import NEVER, ScoreLog, divergence, finite, jaccard, relative_error
+from .metrics import NEVER, ScoreLog, divergence, finite, jaccard, relative_error, require_scipy
 from .reference import Observation, Reference
 from .report import Report, RowReport
 
@@ -95,8 +94,7 @@ def check(
         raise InputError(f"steps={steps!r}: check() needs at least 1 decode step, as a whole number.")
     if model.training:
         raise InputError("The model is in training mode, where dropout makes every run differ: call model.eval().")
-    if importlib.util.find_spec("scipy") is None:
-        raise ConfigError('check() needs scipy: pip install "inertia_fx[verify]".')
+    require_scipy("check()")
     config = changed(runtime.config, given)
     text = model.config.get_text_config(decoder=True)
     rows = token_rows(inputs, text.vocab_size)
@@ -144,7 +142,6 @@ class _Run:
 
     def __init__(self, model: Any, rows: list[list[int]], steps: int, config: Config, on_progress: Progress) -> None:
         self.model, self.rows, self.steps, self.config, self.on_progress = model, rows, steps, config, on_progress
-        self.settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
         self.evidence: list[RowEvidence] = []
         self.logs: list[ScoreLog] = []
         self.seconds: dict[str, float] = {}
@@ -162,12 +159,12 @@ class _Run:
     def with_full_cache(self) -> None:
         """Greedy decoding with nothing evicted; its attention, step by step."""
         self.references = []
-        empty = Reference(uncompiled(self.model), **self.settings)
+        empty = Reference(uncompiled(self.model), **vars(self.config))
         for index, row in enumerate(self.rows):
             with self._stage(f"full cache: prompt of {len(row):,} tokens{self._of(index)}"):
                 reference = empty.fork()
                 logits = [_checked(reference.prompt(row))]
-            log = ScoreLog(self.config, self.settings, len(row), reference.budget())
+            log = ScoreLog(self.config, len(row), reference.budget())
             full = reference.fork()
             full.row.absolute, full.observe = NEVER, log.add
             with self._stage(f"full cache: {_steps(self.steps)}{self._of(index)}"):
@@ -269,11 +266,11 @@ class _Run:
 
 def _compare(step: Step, seen: Observation, reference: Reference) -> None:
     """Put the reference's side into a step."""
-    step.attended, step.attended_momentum = seen.positions, seen.momentum
+    step.attended = seen.momentum
     step.chosen = list(reference.chosen)
-    step.reference_momentum = dict(zip(reference.positions, reference.momentum, strict=True))
+    step.reference_momentum = reference.row.by_position
     mass, kept = seen.attention.mean(dim=(0, 1)).tolist(), set(step.retained)
-    pairs = zip(seen.positions, mass, strict=True)
+    pairs = zip(seen.momentum, mass, strict=True)
     step.evicted_mass = math.fsum(share for position, share in pairs if position not in kept)
 
 

@@ -69,6 +69,11 @@ class RetentionList:
         self.step_number = 0
         self.pooled = False
 
+    @property
+    def by_position(self) -> dict[int, float]:
+        """The momentum of every listed token."""
+        return dict(zip(self.positions, self.momentum, strict=True))
+
     def budget(self) -> int:
         """B = floor((1 - ratio) P), exactly (D5), at least min_budget (D6)."""
         if self.absolute is not None:
@@ -175,16 +180,14 @@ class Observation:
     """What one decode step saw before anything left: everything that the decision rests on.
 
     Attributes:
-        positions: [L] of the tokens attended to, the new one last.
+        momentum: of the L tokens attended to, by position, the new one last: after the update, before the eviction.
         scores: [K, L] fp32, the pooled score of every layer, also on a step that does not refresh.
-        momentum: [L] fp32 after the update, before the eviction.
         attention: [K, H, L] fp32 probabilities.
         value_norms: [K, N, L] fp32.
     """
 
-    positions: list[int]
+    momentum: dict[int, float]
     scores: Tensor
-    momentum: Tensor
     attention: Tensor
     value_norms: Tensor
 
@@ -261,9 +264,8 @@ class Reference:
             if refresh:
                 self.row.refresh(scores)
             if self.observe is not None:
-                momentum = torch.tensor(self.row.momentum)
-                seen = list(self.row.positions), torch.stack(scores), momentum
-                self.observe(Observation(*seen, torch.stack(attention), torch.stack(norms)))
+                seen = torch.stack(scores), torch.stack(attention), torch.stack(norms)
+                self.observe(Observation(self.row.by_position, *seen))
         self.chosen = self.row.survivors()
         keep = self.row.retain(self.chosen if follow is None else follow)
         for layer in self.cache.layers:

@@ -12,7 +12,6 @@ how much was attended to. So any scores whatever can be put through the passes, 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -23,8 +22,8 @@ from torch import Tensor, nn
 
 from ..cache import SlotCache
 from ..config import Config
-from ..errors import ConfigError, InputError
-from .decoders import compile_step
+from ..errors import InputError
+from .decoders import compile_step, require_groups
 from .driver import by_position
 from .metrics import finite, is_tie, tie
 from .reference import RetentionList
@@ -102,8 +101,7 @@ class ScriptedRun:
     ) -> None:
         self.config, self.cache, self.backend = config, SlotCache(config), backend
         self.shape = (layers, heads, kv_heads, positions)
-        if heads % kv_heads:
-            raise ConfigError(f"{heads} query heads cannot share {kv_heads} KV heads: the first must be a multiple.")
+        require_groups(heads, kv_heads)
         self.seen = [0] * len(lengths)
         self.prompt(lengths)
 
@@ -181,8 +179,7 @@ class ScriptedLists:
     """What :class:`ScriptedRun` must do, row by row on a :class:`RetentionList`, probabilities in fp64."""
 
     def __init__(self, config: Config, lengths: Sequence[int], *, kv_heads: int = 1) -> None:
-        settings = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-        self.rows = [RetentionList(**settings) for _ in lengths]
+        self.rows = [RetentionList(**vars(config)) for _ in lengths]
         self.kv_heads = kv_heads
         self.prompt(lengths)
 
@@ -210,7 +207,7 @@ class ScriptedLists:
                 row.refresh([row.score(layer.float(), value_norms) for layer in probabilities])
             survivors = row.survivors()
             chosen.append(survivors)
-            self.momenta.append(dict(zip(row.positions, row.momentum, strict=True)))
+            self.momenta.append(row.by_position)
             row.retain(survivors if follow is None else follow[index])
         return outputs, chosen
 
@@ -256,7 +253,7 @@ class Beside:
 
     def _compare_momentum(self) -> None:
         for row, (ours, due) in enumerate(zip(self.run.momentum, self.lists.rows, strict=True)):
-            expected = dict(zip(due.positions, due.momentum, strict=True))
+            expected = due.by_position
             if ours.keys() != expected.keys():
                 raise Difference(f"row {row}: positions {sorted(ours)}, due {sorted(expected)}")
             largest = max(map(abs, expected.values()), default=0.0)
