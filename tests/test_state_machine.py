@@ -33,7 +33,8 @@ import inertia_fx
 from inertia_fx import Config, errors
 from inertia_fx.verify.driver import Driver, decided_momentum
 from inertia_fx.verify.metrics import is_tie
-from inertia_fx.verify.reference import Observation, Reference, RetentionList
+from inertia_fx.verify.reference import Observation, Reference
+from inertia_fx.verify.retention import RetentionList
 from tests import models
 
 LONGEST = 300

@@ -2,10 +2,12 @@
 
     check(model, ids)      runs a compiled model beside the reference and the full cache -> Report
     bounds.py              the recurrence's weights, gap, variance and rank-stability bound, derived with sympy
-    reference.py           the literal growing-list decoder of SPEC.md
+    reference.py           the literal growing-list decoder of SPEC.md; who stays is decided in retention.py
     parity.py, inputs.py   check(): what it takes, what is run
-    clauses.py             the contract, clause by clause, over what was seen
-    metrics.py             sets, rankings, divergence; Proposition 1 on a model's own scores
+    evidence.py            what was seen of each sequence, and what rounding may do
+    clauses.py             the contract, clause by clause, over that evidence
+    metrics.py             sets, rankings, divergence
+    score_log.py           a model's own scores, and Proposition 1 beside them
     report.py              the Report: data and JSON; printed by show.py, drawn by draw.py
     driver.py              a hand-written decoding loop over a compiled model
     decoders.py            tiny decoders of every supported attention form

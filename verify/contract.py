@@ -25,8 +25,8 @@ from transformers import GenerationConfig
 from ..api import compile
 from ..config import Config
 from ..errors import ConfigError, UndoError
-from .clauses import Tolerance, tolerance_of
 from .driver import Driver, decided_momentum
+from .evidence import Tolerance, tolerance_of
 from .metrics import NEVER, is_tie
 from .parity import changed, check
 from .reference import Reference

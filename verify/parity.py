@@ -18,12 +18,14 @@ from torch import Tensor
 from ..config import DEFAULT_RATIO, Aggregator, Config, Scorer
 from ..errors import InputError
 from ..huggingface import uncompiled
-from .clauses import Evidence, RowEvidence, Step, findings
+from .clauses import findings
 from .driver import Driver, decided_momentum, runtime_of
+from .evidence import Evidence, RowEvidence, Step
 from .inputs import token_rows
-from .metrics import NEVER, ScoreLog, divergence, finite, jaccard, relative_error, require_scipy
+from .metrics import NEVER, divergence, finite, jaccard, relative_error, require_scipy
 from .reference import Observation, Reference
 from .report import Report, RowReport
+from .score_log import ScoreLog
 
 Progress = Callable[[str], None]
 """Told the name of each stage as it begins."""

@@ -26,7 +26,7 @@ from ..errors import InputError
 from .decoders import compile_step, require_groups
 from .driver import by_position
 from .metrics import finite, is_tie, tie
-from .reference import RetentionList
+from .retention import RetentionList
 
 TIE = 1e-5
 """Relative difference of two momenta that fp32 rounding may turn around (they differ by a few 1e-7 in practice)."""
