@@ -72,3 +72,14 @@ def slot_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
 @slot_attention.register_fake
 def _(query, key, value, mask, scale, kv_heads):  # type: ignore[no-untyped-def]
     return value.new_empty(query.shape[0], query.shape[1], 1, value.shape[3])
+
+
+@torch.library.custom_op("inertia_fx::blend", mutates_args=())
+def blend(old: Tensor, new: Tensor, old_weight: float, new_weight: float) -> Tensor:
+    """See :func:`inertia_fx.kernels.reference.blend`; [B, S] fp32."""
+    return reference.blend(old, new, old_weight, new_weight).clone()
+
+
+@blend.register_fake
+def _(old, new, old_weight, new_weight):  # type: ignore[no-untyped-def]
+    return torch.empty_like(new)

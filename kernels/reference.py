@@ -92,6 +92,14 @@ def pooled_scores(
     return scores
 
 
+def blend(old: Tensor, new: Tensor, old_weight: float, new_weight: float) -> Tensor:
+    """old_weight * old + new_weight * new, without the products that change nothing. An old weight of 0 drops -inf * 0."""
+    if old_weight == 0:
+        return new * new_weight if new_weight != 1 else new
+    kept = old if old_weight == 1 else old * old_weight
+    return kept + (new if new_weight == 1 else new * new_weight)
+
+
 def mean_momentum(momentum: Tensor, live: Tensor) -> Tensor:
     """Mean of the live momenta, [B, 1] fp32; 0 where nothing is live.
 

@@ -14,6 +14,7 @@ from ..kernels import inductor_cpu, reference
 from .graph_utils import PassResult, Rewrite
 
 _SCORED, _UNSCORED = torch.ops.inertia_fx.scored_attention.default, torch.ops.inertia_fx.slot_attention.default
+_BLEND = torch.ops.inertia_fx.blend.default
 _MASK = 3
 """Place of the mask among both operators' arguments."""
 
@@ -26,6 +27,8 @@ def lower(rewrite: Rewrite) -> PassResult:
     matched = []
     masks: dict[fx.Node, fx.Node] = {}
     for node in list(rewrite.graph.nodes):
+        if node.op == "call_function" and node.target is _BLEND:
+            _replace(rewrite.graph, node, rewrite.emit(node, reference.blend, *node.args))
         if node.op != "call_function" or node.target not in lowerings:
             continue
         arguments = node.args

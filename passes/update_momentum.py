@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import fx
 
+from .. import ops  # noqa: F401  (defines `inertia_fx::blend`)
 from .graph_utils import PassResult, Rewrite
 
 
@@ -22,15 +23,15 @@ def update_momentum(rewrite: Rewrite) -> PassResult:
         elif time is None:
             time = options.alpha**layers
         rule, moved = f"m = {time:.6g} m + {1 - time:.6g} s of the last layer", rewrite.momentum
-        moved = rewrite.emit(scores[-1].next, _blend, moved, scores[-1], time, 1 - time)
+        moved = _blend(rewrite, scores[-1], moved, scores[-1], time, 1 - time)
     elif options.aggregator == "cumulative":
         rule, moved = "m = m + s per layer", rewrite.momentum
         for score in scores:
-            moved = rewrite.emit(score.next, _blend, moved, score, 1.0, 1.0)
+            moved = _blend(rewrite, score, moved, score, 1.0, 1.0)
     elif time is None and options.alpha_layer is None:
         rule, moved = f"m = {options.alpha:.6g} m + {1 - options.alpha:.6g} s per layer", rewrite.momentum
         for score in scores:
-            moved = rewrite.emit(score.next, _blend, moved, score, options.alpha, 1 - options.alpha)
+            moved = _blend(rewrite, score, moved, score, options.alpha, 1 - options.alpha)
     else:
         # Horner's scheme: sum_l w^(K-l) s_l, then one step of the filter over time.
         weight = options.alpha if options.alpha_layer is None else options.alpha_layer
@@ -39,15 +40,15 @@ def update_momentum(rewrite: Rewrite) -> PassResult:
         rule = f"m = {time:.6g} m + {1 - time:.6g} mean of s, layers weighted by {weight:.6g}^(K - l)"
         total = scores[0]
         for score in scores[1:]:
-            total = rewrite.emit(score.next, _blend, total, score, weight, 1.0)
-        moved = rewrite.emit(total.next, _blend, rewrite.momentum, total, time, (1 - time) / weights)
+            total = _blend(rewrite, score, total, score, weight, 1.0)
+        moved = _blend(rewrite, total, rewrite.momentum, total, time, (1 - time) / weights)
     rewrite.momentum = rewrite.emit(moved.next, torch.where, rewrite.live, moved, rewrite.momentum)
     return PassResult("update_momentum", (f"{len(scores)} of {layers} layers: {rule}",))
 
 
-def _blend(old: Tensor, new: Tensor, old_weight: float, new_weight: float) -> Tensor:
-    """old_weight * old + new_weight * new, without the products that change nothing. An old weight of 0 drops -inf * 0."""
-    if old_weight == 0:
-        return new * new_weight if new_weight != 1 else new
-    kept = old if old_weight == 1 else old * old_weight
-    return kept + (new if new_weight == 1 else new * new_weight)
+def _blend(
+    rewrite: Rewrite, after: fx.Node, old: fx.Node | None, new: fx.Node, old_weight: float, new_weight: float
+) -> fx.Node:
+    """An operator, and not its arithmetic, so that `lower` can fold it into the attention that emits `new`."""
+    with rewrite.graph.inserting_after(after):
+        return rewrite.graph.call_function(torch.ops.inertia_fx.blend.default, (old, new, old_weight, new_weight))

@@ -25,8 +25,8 @@ evict_pass = importlib.import_module("inertia_fx.passes.evict")
 
 
 def alpha_swapped(patch: Patch) -> None:
-    real = momentum_pass._blend
-    patch.setattr(momentum_pass, "_blend", lambda old, new, a, b: real(old, new, b, a))
+    real = reference.blend
+    patch.setattr(reference, "blend", lambda old, new, a, b: real(old, new, b, a))
 
 
 def layers_in_reverse(patch: Patch) -> None:
@@ -34,7 +34,7 @@ def layers_in_reverse(patch: Patch) -> None:
         real = momentum_pass.update_momentum(rewrite)
         moved, alpha = rewrite.marker.new_momentum, rewrite.options.alpha
         for score in reversed(rewrite.scores):
-            moved = rewrite.emit(rewrite.marker.node, momentum_pass._blend, moved, score, alpha, 1 - alpha)
+            moved = rewrite.emit(rewrite.marker.node, reference.blend, moved, score, alpha, 1 - alpha)
         rewrite.momentum = rewrite.emit(
             rewrite.marker.node, torch.where, rewrite.live, moved, rewrite.marker.new_momentum
         )
@@ -434,7 +434,7 @@ def protected_off_by_one(patch: Patch) -> None:
 
 def layer_weights_reversed(patch: Patch) -> None:
     """alpha_layer weighs the first layer most."""
-    real = momentum_pass._blend
+    real = reference.blend
 
     def blend(old: Tensor, new: Tensor, old_weight: float, new_weight: float) -> Tensor:
         return (
@@ -443,14 +443,14 @@ def layer_weights_reversed(patch: Patch) -> None:
             else real(old, new, old_weight, new_weight)
         )
 
-    patch.setattr(momentum_pass, "_blend", blend)
+    patch.setattr(reference, "blend", blend)
 
 
 def sum_that_forgets(patch: Patch) -> None:
-    real = momentum_pass._blend
+    real = reference.blend
     patch.setattr(
-        momentum_pass,
-        "_blend",
+        reference,
+        "blend",
         lambda old, new, a, b: real(old, new, 0.9, b) if a == b == 1.0 else real(old, new, a, b),
     )
 
@@ -461,5 +461,5 @@ def first_layer_instead_of_last(patch: Patch) -> None:
 
 
 def momentum_in_bf16(patch: Patch) -> None:
-    real = momentum_pass._blend
-    patch.setattr(momentum_pass, "_blend", lambda old, new, a, b: real(old, new, a, b).bfloat16().float())
+    real = reference.blend
+    patch.setattr(reference, "blend", lambda old, new, a, b: real(old, new, a, b).bfloat16().float())
