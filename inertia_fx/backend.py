@@ -36,6 +36,7 @@ class BackendOptions:
         backend: inner compiler, a name that torch.compile knows or a callable ``(gm, inputs) -> callable``.
         mode, options: Inductor's, as in torch.compile.
         passes: False leaves the graph as traced: the step decodes, with a momentum that never moves (for bisecting).
+        regions: False compiles every layer by itself instead of equal layers once (for bisecting; slower to compile).
     """
 
     alpha: float = 0.8
@@ -48,6 +49,7 @@ class BackendOptions:
     mode: str | None = None
     options: Mapping[str, Any] | None = None
     passes: bool = True
+    regions: bool = True
 
     @property
     def last_layer_alone(self) -> bool:

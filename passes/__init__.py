@@ -17,11 +17,12 @@ from __future__ import annotations
 from .emit_scores import emit_scores
 from .evict import evict
 from .find_attention import AttentionSite, find_attention
-from .graph_utils import Marker, PassResult, Rewrite, find_marker
+from .graph_utils import Marker, PassResult, Rewrite, fill_metadata, find_marker
 from .lower import lower
+from .outline_layers import outline_layers
 from .update_momentum import update_momentum
 
-PASSES = (find_attention, emit_scores, update_momentum, evict, lower)
+PASSES = (find_attention, emit_scores, update_momentum, evict, lower, outline_layers)
 
 __all__ = ["PASSES", "AttentionSite", "Marker", "PassResult", "Rewrite", "find_marker", "run_passes"]
 
@@ -34,7 +35,9 @@ def run_passes(rewrite: Rewrite) -> tuple[PassResult, ...]:
     """
     results = []
     for run in PASSES:
+        if run is outline_layers:
+            fill_metadata(rewrite.graph)
         results.append(run(rewrite))
-        rewrite.gm.graph.lint()
+    rewrite.graph.lint()
     rewrite.gm.recompile()
     return tuple(results)

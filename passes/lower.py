@@ -35,7 +35,7 @@ def lower(rewrite: Rewrite) -> PassResult:
         if kernels is inductor_cpu:
             mask = arguments[_MASK]
             if mask not in masks:  # computed once for all layers and heads, not once per element of every loop
-                masks[mask] = rewrite.emit(node, inductor_cpu.materialize, mask)
+                masks[mask] = rewrite.emit(mask.next, inductor_cpu.materialize, mask)
             arguments = (*arguments[:_MASK], masks[mask], *arguments[_MASK + 1 :], _is_half(rewrite))
         result = rewrite.emit(node, lowerings[node.target], *arguments)
         matched.append(f"'{node.name}' -> aten ({form})")
