@@ -17,7 +17,7 @@ from __future__ import annotations
 from .emit_scores import emit_scores
 from .evict import evict
 from .find_attention import AttentionSite, find_attention
-from .graph_utils import Marker, PassResult, Rewrite, fill_metadata, find_marker
+from .graph_utils import Marker, PassResult, Rewrite, find_marker
 from .lower import lower
 from .outline_layers import outline_layers
 from .update_momentum import update_momentum
@@ -35,8 +35,6 @@ def run_passes(rewrite: Rewrite) -> tuple[PassResult, ...]:
     """
     results = []
     for run in PASSES:
-        if run is outline_layers:
-            fill_metadata(rewrite.graph)
         results.append(run(rewrite))
     rewrite.graph.lint()
     rewrite.gm.recompile()

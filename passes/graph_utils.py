@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensor
 
 from ..errors import UnsupportedAttentionError
 
@@ -248,29 +247,6 @@ def ancestors(node: fx.Node) -> Iterator[fx.Node]:
             seen.add(current)
             yield current
             todo.extend(current.all_input_nodes)
-
-
-def fill_metadata(graph: fx.Graph) -> None:
-    """Give the nodes that passes made what Dynamo gives its own: an example value, made by running the node on fakes.
-
-    AOTAutograd's cache refuses graphs with method calls on values that it knows nothing about, and comparing layers
-    needs to know what flows between them.
-    """
-    examples = (node.meta.get("example_value") for node in graph.nodes)
-    mode = next((value.fake_mode for value in examples if isinstance(value, FakeTensor)), None)
-    if mode is None:
-        return
-    with mode, torch.no_grad():
-        for node in graph.nodes:
-            if node.op not in ("call_function", "call_method") or "example_value" in node.meta:
-                continue
-            if any("example_value" not in other.meta for other in node.all_input_nodes):
-                continue
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda other: other.meta["example_value"])
-            if node.op == "call_method":
-                node.meta["example_value"] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
-            else:
-                node.meta["example_value"] = node.target(*args, **kwargs)
 
 
 def user_line(node: fx.Node | None) -> str | None:

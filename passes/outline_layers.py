@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from .graph_utils import VIEWS, PassResult, Rewrite, calls, writes
+from .metadata import fake_mode, fill_metadata, frozen, metadata
 
 _SHARE = 0.5
 """Layers are cut in two where the last one stops being like the others, if that is this much of a layer."""
@@ -31,10 +32,11 @@ _KNOW_REGIONS = ("inductor", "aot_eager")
 
 def outline_layers(rewrite: Rewrite) -> PassResult:
     """Make regions of what equal layers have in common."""
+    if rewrite.options.backend not in _KNOW_REGIONS:
+        return _skipped("the inner compiler takes the graph as it stands")
+    fill_metadata(rewrite.graph)
     if not rewrite.options.regions:
         return _skipped("switched off (regions=False)")
-    if rewrite.options.backend not in _KNOW_REGIONS:
-        return _skipped("the inner compiler runs or compiles the graph as it stands")
     if torch.is_grad_enabled():
         return _skipped("the step is compiled with gradients: wrap it in torch.no_grad()")
     stretches = _stretches(rewrite)
@@ -128,34 +130,10 @@ def _signature(nodes: Sequence[fx.Node]) -> list[Any]:
         for other in node.all_input_nodes:
             if other not in inside and other not in outside:
                 outside[other] = ("given", len(outside), metadata(other))
-        entry = (node.op, node.target, _frozen(node.args, inside | outside), _frozen(node.kwargs, inside | outside))
+        entry = (node.op, node.target, frozen(node.args, inside | outside), frozen(node.kwargs, inside | outside))
         inside[node] = ("made", len(inside))
         result.append(entry)
     return result
-
-
-def _frozen(value: Any, nodes: dict[fx.Node, Any]) -> Any:
-    """An argument as something hashable; 1, 1.0 and True stay apart."""
-    if isinstance(value, fx.Node):
-        return nodes[value]
-    if isinstance(value, (tuple, list)):
-        return (type(value), tuple(_frozen(part, nodes) for part in value))
-    if isinstance(value, dict):
-        return (dict, tuple((key, _frozen(part, nodes)) for key, part in value.items()))
-    if isinstance(value, slice):
-        return (slice, _frozen((value.start, value.stop, value.step), nodes))
-    return (type(value), str(value) if isinstance(value, float) else value)
-
-
-def metadata(node: fx.Node) -> Any:
-    """What a compiler may specialise on, or ``None`` if the node's value cannot be handed to a region."""
-    value = node.meta.get("example_value")
-    if isinstance(value, torch.SymInt):
-        return str(value)
-    if not isinstance(value, Tensor) or node.op == "get_attr":
-        return None
-    # Symbols that are known to be equal print alike.
-    return (value.dtype, value.device, value.layout, str(tuple(value.shape)), str(value.stride()), value.requires_grad)
 
 
 def _outline(gm: fx.GraphModule, name: str, members: list[list[fx.Node]]) -> str | None:
@@ -165,16 +143,18 @@ def _outline(gm: fx.GraphModule, name: str, members: list[list[fx.Node]]) -> str
     wanted: list[int] = sorted(
         {index for nodes in pieces for index, node in enumerate(nodes) if not set(node.users) <= set(nodes)}
     )
-    given = _given(pieces[0])
-    values = [node.meta["example_value"] for node in given]
-    results = [pieces[0][index].meta.get("example_value") for index in wanted]
+    subgraph = _subgraph(gm, pieces[0], wanted)
+    values = [node.meta["example_value"] for node in subgraph.graph.find_nodes(op="placeholder")]
+    mode = fake_mode(gm.graph)
+    assert mode is not None
+    with mode, torch.no_grad():
+        results = subgraph(*values)
     if not all(isinstance(value, Tensor) for value in results):
         return "something else than a tensor comes out of it"
-    storages = [value.untyped_storage()._cdata for value in results]
-    taken = {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
-    if len(set(storages)) < len(storages) or taken & set(storages):
+    storages = [value.untyped_storage()._cdata for value in (*values, *results) if isinstance(value, Tensor)]
+    if len(set(storages[-len(results) :])) < len(results) or set(storages[-len(results) :]) & set(storages[: -len(results)]):
         return "what comes out of it shares memory with something else"
-    gm.add_module(name, _subgraph(gm, pieces[0], given, wanted))
+    gm.add_module(name, subgraph)
     for nodes in pieces:
         _call(gm.graph, name, nodes, wanted)
     return None
@@ -199,10 +179,10 @@ def _given(nodes: list[fx.Node]) -> list[fx.Node]:
     return list(dict.fromkeys(other for node in nodes for other in node.all_input_nodes if other not in inside))
 
 
-def _subgraph(gm: fx.GraphModule, nodes: list[fx.Node], given: list[fx.Node], wanted: list[int]) -> fx.GraphModule:
+def _subgraph(gm: fx.GraphModule, nodes: list[fx.Node], wanted: list[int]) -> fx.GraphModule:
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
-    for node in given:
+    for node in _given(nodes):
         copies[node] = graph.placeholder(node.name)
         copies[node].meta = {"example_value": node.meta["example_value"]}
     for node in nodes:
