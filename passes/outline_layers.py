@@ -1,37 +1,36 @@
 """Equal layers -> one subgraph that the inner compiler compiles once and every layer calls (`invoke_subgraph`).
 
 A decode step repeats the same nodes once per layer, and compiling them once per layer is most of what the first step
-takes. So the stretches between the layers' slot writes are compared, and what they have in common becomes a region, up
-to two per layer:
+takes. Layers are told apart by their slot writes, and one layer ends where the last one stops being like the others:
 
-    ... | write K[0], V[0] | attend, project, feed forward | query, key, value | write K[1], V[1] | attend, ...
-      second region          first region                    second region                          first region
+    | query, key, value | write K[0], V[0] | attend, project, feed forward | query, key, value | write K[1], V[1] | ...
+      \__________________________ layer 0 ________________________________/ \____________________ layer 1 _____ ...
 
-The writes stay outside: a region then neither mutates nor aliases what it is given, so no compiler has a reason to copy
-K or V. Stretches are equal if their nodes are (targets, constants, wiring) and if everything that flows in has the same
-metadata. A layer that is like no other stays as it was traced, which takes longer to compile and nothing else.
+Layers are equal if their nodes are (targets, constants, wiring) and if everything that flows in has the same metadata.
+One that is like no other stays as it was traced, which takes longer to compile and nothing else. The writes into K and
+V are inside: torch functionalizes a region that mutates what it is given and writes in place again in the end.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from .graph_utils import VIEWS, PassResult, Rewrite, calls, writes
+from .graph_utils import PassResult, Rewrite, writes
 from .metadata import fake_mode, fill_metadata, frozen, metadata
 
 _SHARE = 0.5
-"""Layers are cut in two where the last one stops being like the others, if that is this much of a layer."""
+"""The last layer ends where it stops being like another one, if that is this much of the way to the next write."""
 
 _KNOW_REGIONS = ("inductor", "aot_eager")
 
 
 def outline_layers(rewrite: Rewrite) -> PassResult:
-    """Make regions of what equal layers have in common."""
+    """Replace equal layers by calls of one subgraph."""
     if rewrite.options.backend not in _KNOW_REGIONS:
         return _skipped("the inner compiler takes the graph as it stands")
     fill_metadata(rewrite.graph)
@@ -39,33 +38,26 @@ def outline_layers(rewrite: Rewrite) -> PassResult:
         return _skipped("switched off (regions=False)")
     if torch.is_grad_enabled():
         return _skipped("the step is compiled with gradients: wrap it in torch.no_grad()")
-    stretches = _stretches(rewrite)
-    if stretches is None:
+    layers = _layers(rewrite)
+    if layers is None:
         return _skipped("the slots are not written layer by layer")
-    start, *layers = stretches
-    cut = _cut([_signature(nodes) for nodes in layers])
-    heads = {f"layer {index}": nodes[:cut] for index, nodes in enumerate(layers)}
-    if cut is None:
-        heads.popitem()  # the last layer runs into the end of the step
+    buffers = {*rewrite.marker.keys, *rewrite.marker.values}
+    groups: dict[Any, dict[int, list[fx.Node]]] = {}
+    for index, nodes in enumerate(layers):
+        signature = _signature(nodes, buffers)
+        groups.setdefault(tuple(signature), {})[index] = nodes[: len(signature)]
     matched, skipped = [], []
-    groups = [("attention and after", heads)]
-    if cut is not None:
-        feet = {f"layer {index + 1}": nodes[cut:] for index, nodes in enumerate(layers[:-1])}
-        width = max(map(len, feet.values()))
-        groups.append(("up to the slot write", {"layer 0": start[len(start) - width :]} | feet if width else {}))
-    for part, pieces in groups:
-        for number, equal in enumerate(_equal(pieces)):
-            names = list(equal)
-            if len(names) == 1:
-                skipped.append(f"{part}: {names[0]} is like no other")
-                continue
-            name = f"layer_{part.split()[0]}_{number}"
-            outcome = _outline(rewrite.gm, name, list(equal.values()))
-            line = f"{part}: {names[0]} to {names[-1]} ({len(names)} of them)"
-            if outcome is None:
-                matched.append(f"{line} -> '{name}'")
-            else:
-                skipped.append(f"{line}: {outcome}")
+    for number, (signature, equal) in enumerate(groups.items()):
+        indices = ", ".join(map(str, equal)) if len(equal) < 4 else f"{min(equal)} to {max(equal)} ({len(equal)} of them)"
+        if len(equal) == 1 or not signature:
+            skipped.append(f"layer {indices}: like no other")
+            continue
+        name = f"decoder_layer_{number}"
+        why_not = _outline(rewrite.gm, name, list(equal.values()))
+        if why_not is None:
+            matched.append(f"layers {indices} -> '{name}'")
+        else:
+            skipped.append(f"layers {indices}: {why_not}")
     return PassResult("outline_layers", tuple(matched), tuple(skipped))
 
 
@@ -73,8 +65,8 @@ def _skipped(reason: str) -> PassResult:
     return PassResult("outline_layers", (), (reason,))
 
 
-def _stretches(rewrite: Rewrite) -> list[list[fx.Node]] | None:
-    """The nodes before the first slot write, and behind each layer's last one up to the next layer's first."""
+def _layers(rewrite: Rewrite) -> list[list[fx.Node]] | None:
+    """The nodes of each layer; without the last layer where that runs into the end of the step."""
     place = {node: index for index, node in enumerate(rewrite.graph.nodes)}
     nodes = list(place)
     borders = []
@@ -82,15 +74,20 @@ def _stretches(rewrite: Rewrite) -> list[list[fx.Node]] | None:
         written = [place[user] for buffer in buffers for user in buffer.users if writes(user, buffer)]
         if not written:
             return None
-        borders.append((min(written), max(written)))
-    if any(first >= second for (_, first), (second, _) in zip(borders, borders[1:], strict=False)):
+        borders.append((min(written), max(written) + 1))
+    begins, ends = [0, *(end for _, end in borders)], [*(begin for begin, _ in borders), len(nodes)]
+    if any(begin > end for begin, end in zip(begins, ends, strict=True)):
         return None
-    begins = [0, *(last + 1 for _, last in borders)]
-    ends = [*(first for first, _ in borders), len(nodes)]
-    return [
-        [node for node in nodes[begin:end] if node.op not in ("placeholder", "output")]
-        for begin, end in zip(begins, ends, strict=True)
-    ]
+    # What lies before the first write, and behind each one up to the next.
+    start, *between = [nodes[begin:end] for begin, end in zip(begins, ends, strict=True)]
+    written = [nodes[begin:end] for begin, end in borders]
+    cut = _cut([_signature(stretch, set()) for stretch in between])
+    if cut is None:
+        return [[*write, *stretch] for write, stretch in zip(written[:-1], between[:-1], strict=True)]
+    before = [stretch[cut:] for stretch in between[:-1]]
+    width = max((len(stretch) for stretch in before), default=0)
+    before = [start[len(start) - width :], *before]
+    return [[*a, *b, *c[:cut]] for a, b, c in zip(before, written, between, strict=True)]
 
 
 def _cut(signatures: list[list[Any]]) -> int | None:
@@ -104,26 +101,18 @@ def _cut(signatures: list[list[Any]]) -> int | None:
     return best or None
 
 
-def _equal(pieces: dict[str, list[fx.Node]]) -> Iterator[dict[str, list[fx.Node]]]:
-    """The pieces in groups of equal ones, each as far as it can be outlined at all."""
-    groups: dict[Any, dict[str, list[fx.Node]]] = {}
-    for name, nodes in pieces.items():
-        signature = _signature(nodes)
-        if signature:
-            groups.setdefault(tuple(signature), {})[name] = nodes[: len(signature)]
-    yield from groups.values()
-
-
-def _signature(nodes: Sequence[fx.Node]) -> list[Any]:
+def _signature(nodes: Sequence[fx.Node], buffers: set[fx.Node]) -> list[Any]:
     """One hashable entry per node; equal entries up to a place mean equal graphs up to there.
 
-    Ends before the first node that cannot be part of a region.
+    Ends before the first node that cannot be part of a region, as it writes into something else than `buffers`.
     """
     inside: dict[fx.Node, Any] = {}
     outside: dict[fx.Node, Any] = {}
     result = []
     for node in nodes:
-        if node.op not in ("call_function", "call_method") or any(writes(node, other) for other in node.all_input_nodes):
+        if node.op not in ("call_function", "call_method"):
+            break
+        if any(writes(node, other) and other not in buffers for other in node.all_input_nodes):
             break
         if any(other not in inside and metadata(other) is None for other in node.all_input_nodes):
             break
@@ -138,12 +127,11 @@ def _signature(nodes: Sequence[fx.Node]) -> list[Any]:
 
 def _outline(gm: fx.GraphModule, name: str, members: list[list[fx.Node]]) -> str | None:
     """Replace each member, lists of nodes that correspond one by one, by a call of one new subgraph; or why not."""
-    kept = _kept(members[0])
-    pieces = [[nodes[index] for index in kept] for nodes in members]
-    wanted: list[int] = sorted(
-        {index for nodes in pieces for index, node in enumerate(nodes) if not set(node.users) <= set(nodes)}
-    )
-    subgraph = _subgraph(gm, pieces[0], wanted)
+    wanted: set[int] = set()
+    for nodes in members:
+        inside = set(nodes)
+        wanted |= {index for index, node in enumerate(nodes) if not inside.issuperset(node.users)}
+    subgraph = _subgraph(gm, members[0], sorted(wanted))
     values = [node.meta["example_value"] for node in subgraph.graph.find_nodes(op="placeholder")]
     mode = fake_mode(gm.graph)
     assert mode is not None
@@ -151,26 +139,14 @@ def _outline(gm: fx.GraphModule, name: str, members: list[list[fx.Node]]) -> str
         results = subgraph(*values)
     if not all(isinstance(value, Tensor) for value in results):
         return "something else than a tensor comes out of it"
-    storages = [value.untyped_storage()._cdata for value in (*values, *results) if isinstance(value, Tensor)]
-    if len(set(storages[-len(results) :])) < len(results) or set(storages[-len(results) :]) & set(storages[: -len(results)]):
+    given = {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+    storages = {value.untyped_storage()._cdata for value in results}
+    if len(storages) < len(results) or given & storages:
         return "what comes out of it shares memory with something else"
     gm.add_module(name, subgraph)
-    for nodes in pieces:
-        _call(gm.graph, name, nodes, wanted)
+    for nodes in members:
+        _call(gm.graph, name, nodes, sorted(wanted))
     return None
-
-
-def _kept(nodes: list[fx.Node]) -> list[int]:
-    """Indices of the nodes without views and constants that only what follows reads: they would alias, or be copied."""
-    kept: list[int] = []
-    used: set[fx.Node] = set()
-    for index in reversed(range(len(nodes))):
-        node = nodes[index]
-        is_view = (node.op == "call_method" and node.target in VIEWS) or calls(node, "", operator.getitem)
-        if node in used or not (is_view or not node.all_input_nodes):
-            kept.append(index)
-            used.update(node.all_input_nodes)
-    return kept[::-1]
 
 
 def _given(nodes: list[fx.Node]) -> list[fx.Node]:
