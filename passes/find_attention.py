@@ -247,9 +247,7 @@ def _reads(node: Any, marker: Marker) -> bool:
 # ---------------------------------------------------------------------- checking
 
 
-def _check(
-    candidate: _Candidate, layer: int, marker: Marker, masks: dict[fx.Node, fx.Node]
-) -> AttentionSite:
+def _check(candidate: _Candidate, layer: int, marker: Marker, masks: dict[fx.Node, fx.Node]) -> AttentionSite:
     value = unwrap_repeat(candidate.value)
     if value is not marker.values[layer]:
         raise Refusal(f"its values are not the slot buffer of layer {layer}, but computed by {_describe(value)}")

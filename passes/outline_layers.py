@@ -1,4 +1,4 @@
-"""Equal layers -> one subgraph that the inner compiler compiles once and every layer calls (`invoke_subgraph`).
+r"""Equal layers -> one subgraph that the inner compiler compiles once and every layer calls (`invoke_subgraph`).
 
 A decode step repeats the same nodes once per layer, and compiling them once per layer is most of what the first step
 takes. Layers are told apart by their slot writes, and one layer ends where the last one stops being like the others:
@@ -48,7 +48,9 @@ def outline_layers(rewrite: Rewrite) -> PassResult:
         groups.setdefault(tuple(signature), {})[index] = nodes[: len(signature)]
     matched, skipped = [], []
     for number, (signature, equal) in enumerate(groups.items()):
-        indices = ", ".join(map(str, equal)) if len(equal) < 4 else f"{min(equal)} to {max(equal)} ({len(equal)} of them)"
+        indices = (
+            ", ".join(map(str, equal)) if len(equal) < 4 else f"{min(equal)} to {max(equal)} ({len(equal)} of them)"
+        )
         if len(equal) == 1 or not signature:
             skipped.append(f"layer {indices}: like no other")
             continue
@@ -95,7 +97,9 @@ def _cut(signatures: list[list[Any]]) -> int | None:
     *others, last = signatures
     best = 0
     for other in others:
-        shared = next((i for i, (a, b) in enumerate(zip(other, last, strict=False)) if a != b), min(len(other), len(last)))
+        shared = next(
+            (i for i, (a, b) in enumerate(zip(other, last, strict=False)) if a != b), min(len(other), len(last))
+        )
         if shared >= _SHARE * len(other):
             best = max(best, shared)
     return best or None
