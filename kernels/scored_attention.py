@@ -289,15 +289,17 @@ def scored_attention(
         return query.new_empty(shape, dtype=torch.float32)
 
     unused = mask  # a pointer that is never followed
-    partial, stats = empty(rows, heads, splits, value_width), empty(rows, heads, splits, 2)
+    # What has one place per split or block is flat: torch asks whether a dimension is 1, and for a symbolic number of
+    # splits the answer would become a guard on the slot count.
+    partial, stats = empty(rows * heads * splits * value_width), empty(rows * heads * splits * 2)
     output = value.new_empty(rows, heads, 1, value_width)
     scored, vnorm, entropy = scorer is not None, scorer == "vnorm", scorer == "entropy"
     logits = empty(rows, heads, slots) if scored else unused
     norms = empty(rows, kv_heads, slots) if vnorm else unused
-    norm_stats = empty(rows, kv_heads, splits, 2) if vnorm else unused
+    norm_stats = empty(rows * kv_heads * splits * 2) if vnorm else unused
     scores = empty(rows, slots) if scored else unused
     blocks = (slots + SLOTS_PER_MERGE - 1) // SLOTS_PER_MERGE
-    entropies = empty(rows, blocks, 2) if entropy else unused
+    entropies = empty(rows * blocks * 2) if entropy else unused
     old_strides = (0, 0) if old is None else old.stride()
 
     wrap_triton(attend_kernel)[(rows * kv_heads, splits, chunks)](
