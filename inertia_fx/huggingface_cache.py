@@ -124,7 +124,7 @@ class InertiaCache(SlotCache, Cache):
     @contextmanager
     def step(self, rows: int) -> Iterator[None]:
         with super().step(rows):
-            self._seen_tensor = torch.tensor(self._seen, device=self.state.free.device)
+            self._seen_tensor = torch.full((), self._seen, device=self.state.free.device)
             yield
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:

@@ -7,6 +7,7 @@ ones they are stays on the device.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -79,12 +80,19 @@ def survivors(state: RetentionState, keep: Sequence[int], protect_first: int, pr
     newest = state.length.unsqueeze(1) - 1
     held = alive & ((state.positions < protect_first) | (state.positions > newest - protect_recent))
     rank = torch.where(held, CLOSED, torch.where(alive, state.momentum, DEAD))
-    # Two stable sorts, by position and then by momentum: of equal momentum the oldest goes first (SPEC D7).
-    by_position = state.positions.argsort(dim=1, descending=True, stable=True)
-    by_rank = rank.gather(1, by_position).argsort(dim=1, descending=True, stable=True)
-    kept = by_position.gather(1, by_rank)[:, : max(keep)]
+    kept = _sortable(rank, state.positions).topk(max(keep), dim=1).indices
     survives = torch.arange(kept.shape[1], device=kept.device) < column(keep, kept)
     return kept.gather(1, torch.where(survives, state.positions.gather(1, kept), _LAST).argsort(dim=1))
+
+
+def _sortable(momentum: Tensor, positions: Tensor) -> Tensor:
+    """int64 in the order of (momentum, position): of equal momentum the oldest is the smallest (SPEC D7), and no two tie.
+
+    A float's bits order like an integer's, those of negative numbers in reverse; adding 0 makes -0 and 0 the same.
+    """
+    bits = (momentum + 0.0).view(torch.int32).long()
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return (ordered << 32) | (positions + 1)
 
 
 def pool(state: RetentionState, width: int, rows: Sequence[bool], protect_first: int, protect_recent: int) -> None:
@@ -179,22 +187,37 @@ def clone(layers: Sequence[SlotLayer], state: RetentionState) -> None:
 
 
 def mark_dynamic(layers: Sequence[SlotLayer], state: RetentionState) -> None:
-    """The slot count is a dynamic dimension of the compiled step: one graph serves every prompt length and budget."""
+    """The slot count is a dynamic dimension of the compiled step: one graph serves every prompt length and budget.
+
+    Their addresses stay: a CUDA graph of the step (mode="reduce-overhead") may write to them without copying them first.
+    """
     for layer in layers:
         torch._dynamo.mark_dynamic(layer.keys, 2)
         torch._dynamo.mark_dynamic(layer.values, 2)
     torch._dynamo.mark_dynamic(state.momentum, 1)
     torch._dynamo.mark_dynamic(state.positions, 1)
+    kept = [buffer for layer in layers for buffer in (layer.keys, layer.values)]
+    for tensor in (*kept, state.momentum, state.positions, state.free, state.length):
+        torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def column(per_row: Sequence[int], like: Tensor) -> Tensor:
-    """[B, 1], on the device of `like`."""
-    return torch.tensor(per_row, device=like.device).unsqueeze(1)
+    """[B, 1], on the device of `like`. Nothing waits for that device, as a plain copy to it would."""
+    if len(set(per_row)) == 1:
+        return torch.full((len(per_row), 1), per_row[0], device=like.device)
+    values = torch.tensor(per_row)
+    if like.is_cuda:
+        values = values.pin_memory()
+    return values.to(like.device, non_blocking=True).unsqueeze(1)
 
 
 def _take(buffer: Tensor | None, index: Tensor, capacity: int) -> Tensor:
     """[B, N, capacity, D]: first the slots of `index` [B, n], then nothing in particular (never attended)."""
     assert buffer is not None
+    if buffer.is_cuda and importlib.util.find_spec("triton") is not None:
+        from .kernels import evict
+
+        return evict.gather(buffer, index, capacity)
     rows, heads, _, width = buffer.shape
     result = buffer.new_zeros(rows, heads, capacity, width)
     taken = index.shape[1]

@@ -25,7 +25,15 @@ def group_queries(query: Tensor, kv_heads: int) -> Tensor:
     return query.squeeze(2).unflatten(1, (kv_heads, -1))
 
 
-def attention_probabilities(query: Tensor, key: Tensor, mask: Tensor, scale: float, kv_heads: int) -> Tensor:
+def attention_probabilities(
+    query: Tensor,
+    key: Tensor,
+    mask: Tensor,
+    scale: float,
+    kv_heads: int,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+) -> Tensor:
     """Softmax probabilities of the one query over the slots, grouped by KV head.
 
     Args:
@@ -34,26 +42,52 @@ def attention_probabilities(query: Tensor, key: Tensor, mask: Tensor, scale: flo
         mask: [B or 1, 1, 1, S] fp32, added to the logits: 0 where attended, -inf where not.
         scale: factor of the logits.
         kv_heads: N.
+        softcap: c > 0 makes the logits c tanh(logits / c), before the mask; 0 leaves them.
+        sink: [H], one more logit per head, unscaled, that belongs to no slot: a row's probabilities then sum to less than 1.
 
     Returns:
         [B, N, G, S] in fp32, whatever the inputs' dtype (SPEC D8); 0 at masked slots.
     """
     logits = torch.matmul(group_queries(query, kv_heads), key.transpose(2, 3)).float() * scale
-    return torch.softmax(logits + mask, dim=-1)
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    logits = logits + mask
+    if sink is None:
+        return torch.softmax(logits, dim=-1)
+    sink = sink.float().view(1, kv_heads, -1, 1).expand(logits.size(0), -1, -1, 1)
+    return torch.softmax(torch.cat([logits, sink], dim=-1), dim=-1)[..., :-1]
 
 
-def slot_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, kv_heads: int) -> Tensor:
+def slot_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scale: float,
+    kv_heads: int,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
+) -> Tensor:
     """Attention of one query token over the slots: [B, H, 1, Dv] in the value's dtype. `mask` is additive, fp32."""
-    return _weighted_values(attention_probabilities(query, key, mask, scale, kv_heads), value)
+    return _weighted_values(attention_probabilities(query, key, mask, scale, kv_heads, softcap, sink), value)
 
 
 def scored_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, live: Tensor, scale: float, kv_heads: int, scorer: str
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    live: Tensor,
+    scale: float,
+    kv_heads: int,
+    scorer: str,
+    softcap: float = 0.0,
+    sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of one query token over the slots, and the scores that fall out of it.
 
     Args:
-        query, key, mask, scale, kv_heads: as in :func:`attention_probabilities`.
+        query, key, mask, scale, kv_heads, softcap, sink: as in :func:`attention_probabilities`.
         value: [B, N, S, Dv].
         live: [B, S] bool, slots that hold a token.
         scorer: "attention", "vnorm" or "entropy" (SPEC D21).
@@ -62,7 +96,7 @@ def scored_attention(
         output [B, H, 1, Dv] in the value's dtype, and s [B, S] in fp32: the mean of the probabilities over all query
         heads (paper eq. 1), which is the mean over KV heads of the groups' means.
     """
-    probabilities = attention_probabilities(query, key, mask, scale, kv_heads)
+    probabilities = attention_probabilities(query, key, mask, scale, kv_heads, softcap, sink)
     return _weighted_values(probabilities, value), pooled_scores(probabilities, value, live, scorer)
 
 

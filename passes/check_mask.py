@@ -7,6 +7,7 @@ it is not matched but tried out on a small state.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,41 +36,7 @@ def check_mask(mask: Any, marker: Marker) -> fx.Node:
     shape = shape_of(mask)
     if shape is None or len(shape) != 4 or shape[1] != 1 or shape[2] != 1:
         raise Refusal(f"its mask has shape {shape} where [batch, 1, 1, slots] was expected")
-    _run_on_a_small_state(mask, marker)
-    return mask
-
-
-def _run_on_a_small_state(mask: fx.Node, marker: Marker) -> None:
-    """Run the mask's own part of the graph on a small state: it must hide the slots without a token, and only those.
-
-    The state is such that slot order is not text order, so a window, a causal rule or a bias by position shows.
-    """
-    slots = 8
-    batch = shape_of(marker.free)
-    # A symbolic batch size must not be turned into a number: that would compile the step for this batch size alone.
-    rows = batch[0] if batch is not None and isinstance(batch[0], int) else 2
-    positions = torch.tensor([[40, -1, 3, 0, 41, 7, -1, 39]]).repeat(rows, 1)
-    values: dict[fx.Node, Any] = {
-        marker.positions: positions,
-        marker.momentum: torch.tensor([[0.5, -math.inf, 0.5, 0.5, 0.5, 0.5, math.inf, 0.5]]).repeat(rows, 1),
-        marker.free: torch.full((rows,), 1),
-        marker.length: torch.full((rows,), 42),
-    }
-    sizes = {str(size): number for size, number in zip(shape_of(marker.positions) or (), (rows, slots), strict=False)}
-    needed = {*ancestors(mask), *ancestors(marker.new_positions)}
-    for node in mask.graph.nodes:
-        if node not in needed or node in values:
-            continue
-        if node.op == "placeholder":
-            size = node.meta.get("example_value")
-            if not isinstance(size, (int, torch.SymInt)):
-                raise Refusal(f"its mask depends on '{node.name}', which is not part of the retention state")
-            values[node] = sizes.get(str(size), size if isinstance(size, int) else size.node.hint)
-            continue
-        try:
-            values[node] = _run_node(node, values)
-        except Exception as failure:
-            raise Refusal(f"its mask could not be checked at '{node.name}': {failure}") from failure
+    values = run_on_a_small_state([mask], marker)
     shown = values[mask].cpu()
     expect = (values[marker.new_positions] >= 0)[:, None, None, :].cpu()
     if shown.dtype == torch.bool:
@@ -82,6 +49,44 @@ def _run_on_a_small_state(mask: fx.Node, marker: Marker) -> None:
             "its mask is not the liveness of the slots (tried on a small state): a window, a causal rule or a bias that"
             " depends on positions, or no mask at all"
         )
+    return mask
+
+
+def run_on_a_small_state(targets: Sequence[fx.Node], marker: Marker) -> dict[fx.Node, Any]:
+    """Run what `targets` and the state with the new token in it are computed from; returns every node's value.
+
+    The state is such that slot order is not text order, so a window, a causal rule or a bias by position shows.
+
+    Raises:
+        Refusal: something they are computed from is not part of the retention state, or cannot be run.
+    """
+    slots = 8
+    batch = shape_of(marker.free)
+    # A symbolic batch size must not be turned into a number: that would compile the step for this batch size alone.
+    rows = batch[0] if batch is not None and isinstance(batch[0], int) else 2
+    positions = torch.tensor([[40, -1, 3, 0, 41, 7, -1, 39]]).repeat(rows, 1)
+    values: dict[fx.Node, Any] = {
+        marker.positions: positions,
+        marker.momentum: torch.tensor([[0.5, -math.inf, 0.75, 0.5, 0.125, 0.5, math.inf, 2.0]]).repeat(rows, 1),
+        marker.free: torch.full((rows,), 1),
+        marker.length: torch.full((rows,), 42),
+    }
+    sizes = {str(size): number for size, number in zip(shape_of(marker.positions) or (), (rows, slots), strict=False)}
+    needed = set(ancestors(marker.new_positions)).union(*map(ancestors, targets))
+    for node in marker.node.graph.nodes:
+        if node not in needed or node in values:
+            continue
+        if node.op == "placeholder":
+            size = node.meta.get("example_value")
+            if not isinstance(size, (int, torch.SymInt)):
+                raise Refusal(f"its mask depends on '{node.name}', which is not part of the retention state")
+            values[node] = sizes.get(str(size), size if isinstance(size, int) else size.node.hint)
+            continue
+        try:
+            values[node] = _run_node(node, values)
+        except Exception as failure:
+            raise Refusal(f"its mask could not be checked at '{node.name}': {failure}") from failure
+    return values
 
 
 def _run_node(node: fx.Node, values: dict[fx.Node, Any]) -> Any:

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..kernels.reference import next_free
-from .graph_utils import PassResult, Rewrite
+from .graph_utils import PassResult, Rewrite, erase_dead
 
 
 def evict(rewrite: Rewrite) -> PassResult:
     """Emit argmin by (momentum, position), dead slots first; erase the marker."""
     marker = rewrite.marker
-    rewrite.emit(
-        marker.node, _write_back, marker.momentum, marker.positions, marker.free, marker.length,
-        rewrite.momentum, marker.new_positions, marker.protect_first, marker.protect_recent,
-    )  # fmt: skip
+    protect = marker.protect_first, marker.protect_recent
+    if rewrite.kernels == "triton":
+        from ..kernels import triton_ops  # noqa: F401  (defines the operator)
+
+        with rewrite.graph.inserting_before(marker.node):
+            rewrite.graph.call_function(
+                torch.ops.inertia_fx.triton_evict.default,
+                (*marker.state, rewrite.moved, marker.new_momentum, marker.new_positions, *protect),
+            )
+        if rewrite.momentum is not rewrite.moved:  # the kernel keeps the marks of dead slots itself
+            erase_dead(rewrite.graph, rewrite.momentum)
+    else:
+        rewrite.emit(marker.node, _write_back, *marker.state, rewrite.momentum, marker.new_positions, *protect)
     rewrite.graph.erase_node(marker.node)
     protected = f", sparing the first {marker.protect_first} and the last {marker.protect_recent} tokens"
     if marker.protect_first == marker.protect_recent == 0:

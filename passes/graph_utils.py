@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -72,7 +73,16 @@ class Rewrite:
     sites: tuple[AttentionSite, ...] = ()
     scores: tuple[fx.Node, ...] = ()
     live: fx.Node | None = None
+    moved: fx.Node | None = None
     momentum: fx.Node | None = None
+
+    @property
+    def kernels(self) -> str:
+        """What the graph is lowered to: "triton" (CUDA and ROCm devices), "inductor_cpu" or "reference" (plain aten)."""
+        device = self.marker.keys[0].meta["example_value"].device.type
+        if device == "cuda" and importlib.util.find_spec("triton") is not None:
+            return "triton"
+        return "inductor_cpu" if device == "cpu" and self.options.backend == "inductor" else "reference"
 
     @property
     def graph(self) -> fx.Graph:
@@ -256,14 +266,27 @@ def user_line(node: fx.Node | None) -> str | None:
     return places[-1] if places else None
 
 
+def replace(graph: fx.Graph, node: fx.Node, result: fx.Node | tuple[fx.Node, ...]) -> None:
+    """Put one node, or what a node's parts are, in a node's place."""
+    if isinstance(result, fx.Node):
+        node.replace_all_uses_with(result)
+    else:
+        for user in list(node.users):
+            assert user.target is operator.getitem
+            user.replace_all_uses_with(result[user.args[1]])
+            graph.erase_node(user)
+    graph.erase_node(node)
+
+
 _PURE_FUNCTIONS = {
-    operator.getitem, operator.add, operator.mul, operator.truediv, getattr,
-    torch.matmul, torch.softmax, torch.add, torch.mul, torch.where, torch.transpose, torch.reshape,
+    operator.getitem, operator.add, operator.mul, operator.truediv, operator.ge, operator.gt, operator.eq,
+    operator.invert, operator.and_, getattr,
+    torch.matmul, torch.softmax, torch.add, torch.mul, torch.where, torch.arange, torch.transpose, torch.reshape,
     torch.repeat_interleave, F.softmax, F.dropout, F.scaled_dot_product_attention,
 }  # fmt: skip
 _PURE_METHODS = {
     "to", "float", "type_as", "type", "contiguous", "transpose", "permute", "reshape", "view", "expand", "unsqueeze",
-    "squeeze", "repeat_interleave", "softmax", "matmul", "mul", "add", "size",
+    "squeeze", "repeat_interleave", "softmax", "matmul", "mul", "add", "size", "sum", "clamp",
 }  # fmt: skip
 
 
@@ -275,7 +298,7 @@ def erase_dead(graph: fx.Graph, node: fx.Node) -> None:
         pure = (current.op == "call_function" and current.target in _PURE_FUNCTIONS) or (
             current.op == "call_method" and current.target in _PURE_METHODS
         )
-        if current.users or not pure:
+        if current.users or not pure or current._erased:
             continue
         inputs = current.all_input_nodes
         graph.erase_node(current)

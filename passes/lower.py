@@ -1,8 +1,7 @@
-"""Our attention operators -> plain aten that Inductor fuses. (GPU kernels are chosen here, by device.)"""
+"""Our operators -> Triton kernels on CUDA and ROCm devices (lower_to_triton.py), elsewhere plain aten that Inductor fuses."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch import fx
 
 from .. import ops  # noqa: F401  (defines the operators named below)
 from ..kernels import inductor_cpu, reference
-from .graph_utils import PassResult, Rewrite
+from .graph_utils import PassResult, Rewrite, replace
+from .lower_to_triton import lower_to_triton
 
 _SCORED, _UNSCORED = torch.ops.inertia_fx.scored_attention.default, torch.ops.inertia_fx.slot_attention.default
 _BLEND = torch.ops.inertia_fx.blend.default
@@ -20,16 +20,20 @@ _MASK = 3
 
 
 def lower(rewrite: Rewrite) -> PassResult:
-    """Inline every operator of ours as plain torch, in the form that the inner compiler makes the most of."""
-    kernels = inductor_cpu if _is_inductor_on_cpu(rewrite) else reference
-    form = kernels.__name__.rsplit(".", 1)[-1]
+    """Kernels on CUDA and ROCm devices; elsewhere inline every operator of ours, in the form the inner compiler likes best."""
+    if rewrite.kernels == "triton":
+        return lower_to_triton(rewrite)
+    form = rewrite.kernels
+    kernels = inductor_cpu if form == "inductor_cpu" else reference
     lowerings: dict[Any, Callable[..., Any]] = {_SCORED: kernels.scored_attention, _UNSCORED: kernels.slot_attention}
     matched = []
     masks: dict[fx.Node, fx.Node] = {}
     for node in list(rewrite.graph.nodes):
-        if node.op == "call_function" and node.target is _BLEND:
-            _replace(rewrite.graph, node, rewrite.emit(node, reference.blend, *node.args))
-        if node.op != "call_function" or node.target not in lowerings:
+        if node.op != "call_function":
+            continue
+        if node.target is _BLEND:
+            replace(rewrite.graph, node, rewrite.emit(node, reference.blend, *node.args))
+        if node.target not in lowerings:
             continue
         arguments = node.args
         if kernels is inductor_cpu:
@@ -39,25 +43,9 @@ def lower(rewrite: Rewrite) -> PassResult:
             arguments = (*arguments[:_MASK], masks[mask], *arguments[_MASK + 1 :], _is_half(rewrite))
         result = rewrite.emit(node, lowerings[node.target], *arguments)
         matched.append(f"'{node.name}' -> aten ({form})")
-        _replace(rewrite.graph, node, result)
+        replace(rewrite.graph, node, result)
     return PassResult("lower", tuple(matched))
-
-
-def _is_inductor_on_cpu(rewrite: Rewrite) -> bool:
-    keys = rewrite.marker.keys[0].meta["example_value"]
-    return rewrite.options.backend == "inductor" and keys.device.type == "cpu"
 
 
 def _is_half(rewrite: Rewrite) -> bool:
     return rewrite.marker.keys[0].meta["example_value"].dtype.itemsize == 2
-
-
-def _replace(graph: fx.Graph, node: fx.Node, result: fx.Node | tuple[fx.Node, ...]) -> None:
-    if isinstance(result, fx.Node):
-        node.replace_all_uses_with(result)
-    else:
-        for user in list(node.users):
-            assert user.target is operator.getitem
-            user.replace_all_uses_with(result[user.args[1]])
-            graph.erase_node(user)
-    graph.erase_node(node)

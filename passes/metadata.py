@@ -75,21 +75,24 @@ def _run(node: fx.Node) -> Any:
 
 
 def with_shared_symbols(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
-    """The graph's inputs as fakes whose sizes are spelled alike where they are known to be equal.
+    """The graph's inputs, those of dynamic shape as fakes whose sizes are spelled alike where they are known to be equal.
 
     Dynamo gives every dynamic dimension a symbol of its own and learns later that they are equal; the caches of fake
     tensors compare spelling. With one symbol for the slots of all layers, a layer is traced once instead of 30 times.
     """
+    values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
     return [
-        _respelled(node.meta["example_value"]) if isinstance(node.meta.get("example_value"), FakeTensor) else given
-        for node, given in zip(graph.find_nodes(op="placeholder"), inputs, strict=True)
+        _respelled(value) if isinstance(value, FakeTensor) and _is_symbolic(value) else given
+        for value, given in zip(values, inputs, strict=True)
     ]
 
 
-def _respelled(value: FakeTensor) -> FakeTensor:
+def _is_symbolic(value: FakeTensor) -> bool:
+    return not all(isinstance(size, int) for size in (*value.shape, *value.stride())) and not value.requires_grad
+
+
+def _respelled(value: FakeTensor) -> Tensor:
     sizes, strides = ([_simplified(size) for size in sizes] for sizes in (value.shape, value.stride()))
-    if all(isinstance(size, int) for size in value.shape) or value.requires_grad:
-        return value
     with value.fake_mode:
         return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
 

@@ -118,6 +118,8 @@ def _signature(nodes: Sequence[fx.Node], buffers: set[fx.Node]) -> list[Any]:
             break
         if any(writes(node, other) and other not in buffers for other in node.all_input_nodes):
             break
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            break
         if any(other not in inside and metadata(other) is None for other in node.all_input_nodes):
             break
         for other in node.all_input_nodes:

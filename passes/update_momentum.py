@@ -12,7 +12,7 @@ from .graph_utils import PassResult, Rewrite
 def update_momentum(rewrite: Rewrite) -> PassResult:
     """Fill `rewrite.momentum` with the step's final momentum; dead and closed slots keep their marks."""
     options, scores = rewrite.options, rewrite.scores
-    rewrite.momentum = rewrite.marker.new_momentum
+    rewrite.moved = rewrite.momentum = rewrite.marker.new_momentum
     if not scores:
         return PassResult("update_momentum", (), ("no layer emits scores on this step: the momentum is frozen",))
     layers = len(rewrite.sites)
@@ -42,6 +42,7 @@ def update_momentum(rewrite: Rewrite) -> PassResult:
         for score in scores[1:]:
             total = _blend(rewrite, score, total, score, weight, 1.0)
         moved = _blend(rewrite, total, rewrite.momentum, total, time, (1 - time) / weights)
+    rewrite.moved = moved
     # At the end of the step, so that the last layer reads like the others (see outline_layers).
     rewrite.momentum = rewrite.emit(rewrite.marker.node, torch.where, rewrite.live, moved, rewrite.momentum)
     return PassResult("update_momentum", (f"{len(scores)} of {layers} layers: {rule}",))

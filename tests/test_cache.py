@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inertia_fx import Config, errors
+from inertia_fx import Config, errors, slots
 from inertia_fx.cache import SlotCache
 
 LAYERS, HEADS, WIDTH = 2, 2, 4
@@ -370,3 +370,28 @@ class ListRow:
         while len(self.momentum) > self.budget:
             loose = [p for p in self.momentum if self.protect[0] <= p < self.seen - self.protect[1]]
             del self.momentum[min(loose, key=lambda position: (self.momentum[position], position))]
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    values=st.lists(
+        st.one_of(st.floats(width=32, allow_nan=False), st.sampled_from([0.0, -0.0, math.inf, -math.inf, 0.25, 1e-45])),
+        min_size=1,
+        max_size=20,
+    ),
+    data=st.data(),
+)
+def test_one_integer_orders_as_momentum_and_position_do(values: list[float], data: Any) -> None:
+    positions = data.draw(st.permutations([*range(len(values) - 1), 2**31 - 2]))
+    keys = slots._sortable(torch.tensor([values], dtype=torch.float32), torch.tensor([positions]))[0].tolist()
+    order = sorted(range(len(values)), key=lambda slot: (values[slot], positions[slot]))
+    assert sorted(range(len(values)), key=keys.__getitem__) == order
+    assert len(set(keys)) == len(keys)
+
+
+def test_columns_of_numbers() -> None:
+    like = torch.zeros(1)
+    assert slots.column([3, 3], like).tolist() == [[3], [3]]
+    assert slots.column([3, 4], like).tolist() == [[3], [4]]
+    assert slots.column([3, 3], like).dtype == slots.column([3, 4], like).dtype == torch.int64
+    assert slots.column([True, True], like).dtype == slots.column([True, False], like).dtype == torch.bool

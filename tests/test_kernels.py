@@ -41,7 +41,9 @@ def draw(
     return query, key, value, live
 
 
-def definition(query: Any, key: Any, value: Any, live: Any, scale: float, scorer: str) -> tuple[Any, Any]:
+def definition(
+    query: Any, key: Any, value: Any, live: Any, scale: float, scorer: str, softcap: float = 0.0, sink: Any = None
+) -> tuple[Any, Any]:
     """Row by row, head by head, in fp64, over the live slots only."""
     rows, heads = query.shape[:2]
     groups = heads // key.shape[1]
@@ -52,7 +54,10 @@ def definition(query: Any, key: Any, value: Any, live: Any, scale: float, scorer
         pooled = torch.zeros(len(slots), dtype=torch.float64)
         for head in range(heads):
             k, v = key[row, head // groups, slots].double(), value[row, head // groups, slots].double()
-            p = (k @ query[row, head, 0].double() * scale).softmax(0)
+            logits = k @ query[row, head, 0].double() * scale
+            logits = softcap * (logits / softcap).tanh() if softcap else logits
+            weights = logits.exp()
+            p = weights / (weights.sum() + (0 if sink is None else sink[head].double().exp()))
             output[row, head, 0] = p @ v
             norms = v.norm(dim=1)
             pooled += p * (norms / norms.mean()) if scorer == "vnorm" else p
@@ -99,6 +104,21 @@ def test_scored_attention(dtype: torch.dtype, scorer: str, shape: dict[str, int]
     }
     for name, got in unscored.items():
         torch.testing.assert_close(got.double(), output, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("scorer", ["attention", "vnorm", "entropy"])
+@settings(max_examples=25, deadline=None)
+@given(shape=shapes, softcap=st.sampled_from([0.0, 0.5, 30.0]), sink=st.booleans())
+def test_softcap_and_sink(scorer: str, shape: dict[str, int], softcap: float, sink: bool) -> None:
+    query, key, value, live = draw(torch.float32, **shape)
+    sinks = query[0, :, 0, 0] if sink else None
+    output, scores = definition(query, key, value, live, 0.3, scorer, softcap, sinks)
+    arguments = (query, key, value, additive(live))
+    got, got_scores = reference.scored_attention(*arguments, live, 0.3, shape["kv_heads"], scorer, softcap, sinks)
+    torch.testing.assert_close(got.double(), output, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got_scores.double(), scores, rtol=1e-5, atol=1e-5)
+    got = reference.slot_attention(*arguments, 0.3, shape["kv_heads"], softcap, sinks)
+    torch.testing.assert_close(got.double(), output, rtol=1e-5, atol=1e-5)
 
 
 @settings(max_examples=50, deadline=None)

@@ -1,0 +1,73 @@
+"""The Triton kernels under Triton's interpreter, which runs them on CPU tensors.
+
+Triton decides when it is imported whether its functions are interpreted, and other tests compile the same kernels: so
+the interpreter lives in a process of its own, one per test session.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.multiprocessing  # (its import teaches processes to hand tensors on, strides and all)
+
+
+@functools.cache
+def _process() -> concurrent.futures.ProcessPoolExecutor:
+    process = concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}):
+        process.submit(torch.tensor, 0).result()  # it starts with the first job, and keeps its environment
+    atexit.register(process.shutdown)
+    return process
+
+
+def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``function(*args, **kwargs)`` where the kernels are interpreted; returns its result and `args` as it left them.
+
+    Memory that torch allocates without filling it is NaN (or the largest integer) there: what is read was written.
+    """
+    return _process().submit(_call, function, args, kwargs).result()
+
+
+def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
+    _mend_bf16_products()
+    return function(*args, **kwargs), args
+
+
+@functools.cache
+def _mend_bf16_products() -> None:
+    """The interpreter (of Triton 3.6 to 3.9 at least) multiplies the bit patterns of bf16 matrices as integers."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    real = InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (self.create_fp_ext(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return real(self, a, b, *rest)
+
+    InterpreterBuilder.create_dot = create_dot
+
+
+def attention_with_a_program_missing(*args: Any, **kwargs: Any) -> Any:
+    """Scored attention whose merge is launched without its last program."""
+    from inertia_fx.kernels import scored_attention as module
+
+    def launcher(kernel: Any) -> Any:
+        class Launcher:
+            def __getitem__(self, grid: Any) -> Any:
+                return kernel[(grid[0], grid[1] - 1)]
+
+        return Launcher() if kernel is module.merge_kernel else kernel
+
+    with mock.patch.object(module, "wrap_triton", launcher):
+        return module.scored_attention(*args, **kwargs)
