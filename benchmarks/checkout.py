@@ -1,4 +1,4 @@
-"""Import `inertia_fx` from the checkout that this file is in, installed or not (a GPU machine has no pip to spare)."""
+"""Importing this makes `inertia_fx` importable from the checkout that it is in, installed or not."""
 
 from __future__ import annotations
 
@@ -24,3 +24,6 @@ def make_importable() -> None:
     module = importlib.util.module_from_spec(spec)
     sys.modules["inertia_fx"] = module
     spec.loader.exec_module(module)
+
+
+make_importable()
