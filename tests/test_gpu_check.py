@@ -74,3 +74,35 @@ def test_what_does_not_fit_the_budget_is_skipped_by_name(tmp_path: pathlib.Path)
     assert len(report["sections"]) == 12
     assert all(section["status"].startswith("skipped") for section in report["sections"])
     assert "decode 160 x 2: skipped" in done.stdout
+
+
+def test_a_section_that_fails_or_takes_too_long_does_not_stop_the_others(tmp_path: pathlib.Path) -> None:
+    """In a process of its own: the script's modules are found beside it, and it sets an alarm."""
+    code = f"""
+import sys, time
+sys.path.insert(0, {str(SCRIPT.parent)!r})
+import gpu_check, torch
+from gpu_check_report import Row, Setting
+
+def broken(setting):
+    yield Row("before", {{}})
+    raise ValueError("broken")
+
+def slow(setting):
+    yield Row("before", {{}})
+    time.sleep(60)
+
+def wrong(setting):
+    yield Row("error", {{"size": 3.0}}, is_right=False)
+
+written = []
+chosen = [gpu_check.Section("broken", broken, 1), gpu_check.Section("slow", slow, 1, most=0.3),
+          gpu_check.Section("wrong", wrong, 1), gpu_check.Section("fine", lambda _: iter([Row("all", {{}})]), 1)]
+gpu_check.run(chosen, Setting(torch.device("cpu"), True), time.monotonic() + 30, lambda: written.append(1))
+assert [section.status for section in chosen] == ["failed", "out of time", "wrong", "ok"], chosen
+assert "ValueError: broken" in chosen[0].error
+assert [len(section.results) for section in chosen] == [1, 1, 1, 1]
+assert len(written) == 4
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
