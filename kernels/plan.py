@@ -58,11 +58,15 @@ def plan_for(groups: int, width: int, value_width: int, itemsize: int, hip: bool
     """
     block_width, block_value = power_of_two(width), power_of_two(value_width)
     widest = max(block_width, block_value)
-    block_slots = min(128, max(16, TILE_BYTES // (widest * itemsize)))
-    block_group = min(64, power_of_two(groups))
+    # AMD's registers hold what NVIDIA's shared memory does: with tiles half as large two to four programs fit.
+    tile_bytes, most_slots = (TILE_BYTES // 2, 64) if hip else (TILE_BYTES, 128)
+    block_slots = min(most_slots, max(16, tile_bytes // (widest * itemsize)))
+    # fp32 products run on the ordinary cores, out of registers: more than 16 heads at once would spill them.
+    block_group = min(64 if itemsize == 2 else 16, power_of_two(groups))
     if block_group > 16:
         block_slots = min(block_slots, 64)
-    return Plan(block_slots, block_group, block_width, block_value, warps=4, stages=2 if hip else 3)
+    warps = 8 if block_group == 64 and not hip else 4
+    return Plan(block_slots, block_group, block_width, block_value, warps, stages=2 if hip else 3)
 
 
 def splits_for(programs: Any, slots: Any, processors: int, block_slots: int) -> Any:

@@ -182,14 +182,16 @@ def merge_kernel(
             p = tl.exp2(z - largest[:, None]) / tl.where(there, total, 1.0)[:, None]
             if VNORM:
                 kv_head = row * kv_heads + head // GROUPS
-                norm_sum = tl.zeros([HEADS], tl.float32)
-                count = tl.zeros([HEADS], tl.float32)
+                # Summed over the splits after the loop: Triton 3.6 fails on a sum inside whose result is used twice.
+                norm_sums = tl.zeros([HEADS, SPLITS], tl.float32)
+                counts = tl.zeros([HEADS, SPLITS], tl.float32)
                 for first_split in range(0, splits, SPLITS):
                     split = first_split + tl.arange(0, SPLITS)
                     place = norm_stats + (kv_head[:, None] * splits + split[None, :]) * 2
                     found = there[:, None] & (split < splits)[None, :]
-                    norm_sum += tl.sum(tl.load(place, mask=found, other=0.0), 1)
-                    count += tl.sum(tl.load(place + 1, mask=found, other=0.0), 1)
+                    norm_sums += tl.load(place, mask=found, other=0.0)
+                    counts += tl.load(place + 1, mask=found, other=0.0)
+                norm_sum, count = tl.sum(norm_sums, 1), tl.sum(counts, 1)
                 norm = tl.load(norms + kv_head[:, None] * slots + slot[None, :], mask=given, other=0.0)
                 p = p * (norm * (count / tl.where(norm_sum > 0, norm_sum, 1.0))[:, None])
             pooled += tl.sum(p, 0)
@@ -199,9 +201,10 @@ def merge_kernel(
             tl.store(scores + row * slots + slot, pooled, mask=inside)
             entropy = -tl.sum(tl.where(pooled > 0, pooled * tl.log2(pooled), 0.0), 0) * LN2
             alive = tl.load(live + row * live_row + slot * live_slot, mask=inside, other=0).to(tl.float32)
-            place = entropies + (row * tl.cdiv(slots, BLOCK_SLOTS) + block) * 2
-            tl.store(place, entropy)
-            tl.store(place + 1, tl.sum(alive, 0))
+            # A name of its own: both sides of the outer `if` must agree on the type of a name they share.
+            summed = entropies + (row * tl.cdiv(slots, BLOCK_SLOTS) + block) * 2
+            tl.store(summed, entropy)
+            tl.store(summed + 1, tl.sum(alive, 0))
         else:
             _store_scores(
                 scores, old, pooled, row, slot, inside, slots, old_row, old_slot, old_weight, new_weight, BLEND

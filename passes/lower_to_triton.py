@@ -12,7 +12,7 @@ import operator
 import torch
 from torch import fx
 
-from ..kernels import plan, reference
+from ..kernels import inductor_cpu, plan, reference
 from .check_mask import run_on_a_small_state
 from .graph_utils import PassResult, Refusal, Rewrite, ancestors, calls, erase_dead, replace
 
@@ -26,6 +26,7 @@ def lower_to_triton(rewrite: Rewrite) -> PassResult:
 
     graph, triton = rewrite.graph, torch.ops.inertia_fx
     matched, skipped = [], []
+    in_memory: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in (_SCORED, _UNSCORED):
             continue
@@ -36,6 +37,11 @@ def lower_to_triton(rewrite: Rewrite) -> PassResult:
             skipped.append(f"'{node.name}' -> aten (reference): {why}")
             replace(graph, node, rewrite.emit(node, form, *node.args))
             continue
+        for mask in node.args[3:5] if scored else node.args[3:4]:
+            # Computed once per step: Inductor would write it anew for every kernel that reads it.
+            if mask not in in_memory:
+                in_memory[mask] = rewrite.emit(node, inductor_cpu.materialize, mask)
+            node.replace_input_with(mask, in_memory[mask])
         blend = _blend_of(node) if scored else None
         with graph.inserting_before(node):
             if blend is not None:

@@ -141,7 +141,7 @@ class PlainDecoder(nn.Module):
         """[B, T] tokens -> [B, vocabulary], the last token's logits."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(k.shape[2] - q.shape[2])
+            mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
             return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
         with cache.prompt(*tokens.shape):

@@ -1,0 +1,159 @@
+"""Everything that wants a GPU, in one run of under four minutes: are the kernels right, how fast are they, does it decode.
+
+    python benchmarks/gpu_check.py [--out gpu_check.json] [--budget-seconds 230] [--only kernels,attention]
+    python benchmarks/gpu_check.py --tiny        # seconds, on a CPU: shows that the script itself works
+
+Needs torch, triton, transformers and this checkout, nothing installed from it. Sections run in order of value until the
+budget is spent (compiling is most of it; what was skipped is named, for a second run with `--only`); one that fails is
+reported and does not stop the others. Prints one table last; exit status 1 if anything failed or was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import platform
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default up to 3.9, which asks to have it written down
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import checkout  # noqa: F401  (makes this checkout importable, which the next ones need)
+import gpu_check_attention
+import gpu_check_decode
+import gpu_check_kernels
+import torch
+from gpu_check_report import Row, Setting
+
+
+@dataclasses.dataclass
+class Section:
+    """Rows of the report. `needs`: seconds that must be left for it to begin; `most`: after which it is stopped."""
+
+    name: str
+    rows: Callable[[Setting], Iterator[Row]]
+    needs: float
+    most: float = 600.0
+    status: str = "not run"
+    seconds: float = 0.0
+    results: list[Row] = dataclasses.field(default_factory=list)
+    error: str | None = None
+
+
+def sections(setting: Setting) -> list[Section]:
+    """In order of value: is it right, is it fast, does it decode, and then what could be better."""
+    decode = gpu_check_decode.Decoding(setting)
+    long, short = (160, 96) if setting.tiny else (65536, 16384)
+    many = 2 if setting.tiny else 8
+    return [
+        Section("kernels", gpu_check_kernels.attention, 15, most=60),  # forty kernels to compile
+        Section("bookkeeping", gpu_check_kernels.bookkeeping, 5),
+        Section("attention", gpu_check_attention.against_copy_and_sdpa, 15),
+        Section(f"decode {long} x 1", lambda _: decode.compare(long, 1), 60),
+        Section(f"decode {short} x 1", lambda _: decode.compare(short, 1, peer=False), 10),
+        Section(f"reduce-overhead {long} x 1", lambda _: decode.cuda_graphs(long, 1), 40),
+        Section(f"decode {long} x {many}", lambda _: decode.compare(long, many), 50),
+        Section(f"decode {short} x {many}", lambda _: decode.compare(short, many, peer=False), 10),
+        Section("splits", gpu_check_attention.splits, 15),
+        Section("tiles", gpu_check_attention.tiles, 25),
+        Section(f"DynamicCache {long} x 1", lambda _: decode.peer(long, 1), 50),
+        Section("flex", gpu_check_attention.flex, 25),
+    ]
+
+
+class OutOfTimeError(Exception):
+    """A section's time was up."""
+
+
+def run(chosen: list[Section], setting: Setting, deadline: float, after_each: Callable[[], None]) -> None:
+    """Run what fits before `deadline` (of `time.monotonic`)."""
+
+    def interrupt(*_: Any) -> None:
+        raise OutOfTimeError
+
+    signal.signal(signal.SIGALRM, interrupt)
+    for section in chosen:
+        left = deadline - time.monotonic()
+        if left < (0.5 if setting.tiny else section.needs):
+            section.status = f"skipped: {left:.0f} s left, wants {section.needs:.0f} s"
+            continue
+        begin = time.monotonic()
+        signal.setitimer(signal.ITIMER_REAL, min(left, section.most))
+        try:
+            for row in section.rows(setting):
+                section.results.append(row)
+                print(f"[{time.monotonic() - begin:6.1f} s] {section.name}: {row}", file=sys.stderr, flush=True)
+            section.status = "ok" if all(row.is_right for row in section.results) else "wrong"
+        except OutOfTimeError:
+            section.status = "out of time"
+        except Exception:  # a report of what went wrong is what the run is for
+            section.status, section.error = "failed", traceback.format_exc()
+            print(section.error, file=sys.stderr, flush=True)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            section.seconds = time.monotonic() - begin
+            after_each()
+            setting.free_memory()
+
+
+def as_json(chosen: list[Section], setting: Setting) -> dict[str, Any]:
+    triton = sys.modules.get("triton")
+    return {
+        "device": torch.cuda.get_device_name() if setting.on_gpu else platform.machine(),
+        "torch": torch.__version__,
+        "triton": getattr(triton, "__version__", None),
+        "transformers": sys.modules["transformers"].__version__,
+        "tiny": setting.tiny,
+        "sections": [dataclasses.asdict(section) | {"rows": None} for section in chosen],
+    }
+
+
+def print_table(chosen: list[Section], report: dict[str, Any]) -> None:
+    print(f"\n{report['device']}, torch {report['torch']}, triton {report['triton']}")
+    for section in chosen:
+        print(f"\n{section.name}: {section.status} ({section.seconds:.1f} s)")
+        if section.error is not None:
+            print("    " + section.error.strip().splitlines()[-1])
+        for row in section.results:
+            print(f"    {row}")
+    goals = [(section.name, row) for section in chosen for row in section.results if row.goal is not None]
+    print("\ngoals")
+    for name, row in goals:
+        print(f"    {'met   ' if row.met else 'MISSED'} {row.goal:<28} {name}: {row.what}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("gpu_check.json"))
+    parser.add_argument("--budget-seconds", type=float, default=230.0)
+    parser.add_argument("--only", default=None, help="comma separated beginnings of section names")
+    parser.add_argument("--tiny", action="store_true", help="few slots, a tiny model, on a CPU if there is no GPU")
+    arguments = parser.parse_args()
+    if not arguments.tiny and not torch.cuda.is_available():
+        parser.error("no GPU is visible to torch; --tiny runs the script on a CPU")
+    deadline = time.monotonic() + arguments.budget_seconds
+    setting = Setting(torch.device("cuda" if torch.cuda.is_available() else "cpu"), arguments.tiny)
+    chosen = sections(setting)
+    if arguments.only is not None:
+        chosen = [section for section in chosen if section.name.startswith(tuple(arguments.only.split(",")))]
+
+    def write() -> None:
+        arguments.out.write_text(json.dumps(as_json(chosen, setting), indent=2) + "\n")
+
+    with torch.no_grad():
+        run(chosen, setting, deadline, write)
+    write()
+    print_table(chosen, as_json(chosen, setting))
+    return int(any(section.status in ("failed", "wrong") for section in chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
