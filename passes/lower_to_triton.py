@@ -40,7 +40,7 @@ def lower_to_triton(rewrite: Rewrite) -> PassResult:
         for mask in node.args[3:5] if scored else node.args[3:4]:
             # Computed once per step: Inductor would write it anew for every kernel that reads it.
             if mask not in in_memory:
-                in_memory[mask] = rewrite.emit(node, inductor_cpu.materialize, mask)
+                in_memory[mask] = rewrite.emit(mask.next, inductor_cpu.materialize, mask)
             node.replace_input_with(mask, in_memory[mask])
         blend = _blend_of(node) if scored else None
         with graph.inserting_before(node):

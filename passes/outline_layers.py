@@ -23,9 +23,6 @@ from torch import Tensor, fx
 from .graph_utils import PassResult, Rewrite, writes
 from .metadata import fake_mode, fill_metadata, frozen, metadata
 
-_SHARE = 0.5
-"""The last layer ends where it stops being like another one, if that is this much of the way to the next write."""
-
 _KNOW_REGIONS = ("inductor", "aot_eager")
 
 
@@ -68,7 +65,7 @@ def _skipped(reason: str) -> PassResult:
 
 
 def _layers(rewrite: Rewrite) -> list[list[fx.Node]] | None:
-    """The nodes of each layer; without the last layer where that runs into the end of the step."""
+    """The nodes of each layer, from the end of the layer before up to where the last one stops being like the others."""
     place = {node: index for index, node in enumerate(rewrite.graph.nodes)}
     nodes = list(place)
     borders = []
@@ -83,26 +80,18 @@ def _layers(rewrite: Rewrite) -> list[list[fx.Node]] | None:
     # What lies before the first write, and behind each one up to the next.
     start, *between = [nodes[begin:end] for begin, end in zip(begins, ends, strict=True)]
     written = [nodes[begin:end] for begin, end in borders]
-    cut = _cut([_signature(stretch, set()) for stretch in between])
-    if cut is None:
-        return [[*write, *stretch] for write, stretch in zip(written[:-1], between[:-1], strict=True)]
+    cut = _shared([_signature(stretch, set()) for stretch in between])
     before = [stretch[cut:] for stretch in between[:-1]]
     width = max((len(stretch) for stretch in before), default=0)
     before = [start[len(start) - width :], *before]
     return [[*a, *b, *c[:cut]] for a, b, c in zip(before, written, between, strict=True)]
 
 
-def _cut(signatures: list[list[Any]]) -> int | None:
-    """How far into the stretch behind its write the last layer is like another one; ``None`` if not far enough."""
+def _shared(signatures: list[list[Any]]) -> int:
+    """How far into the stretch behind its write the last layer is like another one."""
     *others, last = signatures
-    best = 0
-    for other in others:
-        shared = next(
-            (i for i, (a, b) in enumerate(zip(other, last, strict=False)) if a != b), min(len(other), len(last))
-        )
-        if shared >= _SHARE * len(other):
-            best = max(best, shared)
-    return best or None
+    pairs = [list(zip(other, last, strict=False)) for other in others]
+    return max((next((i for i, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs), default=0)
 
 
 def _signature(nodes: Sequence[fx.Node], buffers: set[fx.Node]) -> list[Any]:

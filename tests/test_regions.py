@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from inertia_fx import debug, errors
-from inertia_fx.passes import inline_regions, run_passes
+from inertia_fx.passes import Rewrite, inline_regions, run_passes
 from tests import plain
 from tests.test_passes import count, prompted, rewrite_of, steps, traced
 
@@ -86,6 +86,18 @@ def test_regions_change_nothing(options: dict[str, Any]) -> None:
     ]
     assert runs[0] == runs[1] == runs[2]
     assert len({tuple(rows[0]) for rows in runs[0][1]}) > 1
+
+
+def test_kernels_are_in_the_regions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off a GPU the kernels' operators are their definitions, so what they are put into can be run."""
+    pytest.importorskip("triton")
+    model = plain.PlainDecoder(layers=4)
+    expect = steps(model, prompted(model, 12, 2), 10)
+    monkeypatch.setattr(Rewrite, "kernels", property(lambda rewrite: "triton"))
+    gm = traced(layers=4)
+    assert outlined(gm).matched == ("layers 0 to 3 (4 of them) -> 'decoder_layer_0'",)
+    assert count(gm.decoder_layer_0)[torch.ops.inertia_fx.triton_blended_attention.default] == 1
+    assert steps(model, prompted(model, 12, 2), 10, backend="aot_eager") == expect
 
 
 # ---------------------------------------------------------------------- regions that are there already
