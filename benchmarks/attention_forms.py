@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import pathlib
 import statistics
 import time
 from typing import Any
@@ -19,13 +18,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.nn.functional as F
-from rich.console import Console
-from rich.table import Table
+from result_tables import Results
 
 from inertia_fx.kernels import inductor_cpu, reference
 
 HEADS, KV_HEADS, WIDTH = 9, 3, 64
-RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 def sdpa(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
@@ -54,15 +51,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    table = Table(title="attention of one query with scores, microseconds")
+    about = f"torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}"
+    results = Results("attention_forms", f"`python benchmarks/attention_forms.py`: {about}")
     names = ("dtype", "slots", *(form.__name__ for form in FORMS))
-    for name in names:
-        table.add_column(name, justify="right")
-    lines = [
-        f"`python benchmarks/attention_forms.py`: torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}\n",
-        f"| {' | '.join(names)} |",
-        f"| {' | '.join('---' for _ in names)} |",
-    ]
+    results.begin("attention of one query with scores, microseconds", names)
     for dtype in (torch.bfloat16, torch.float32):
         for slots in map(int, arguments.slots.split(",")):
             q = torch.randn(1, HEADS, 1, WIDTH).to(dtype)
@@ -78,15 +70,9 @@ def main() -> None:
                     run(q, k, v, mask, live)
                     times[index].append(time.perf_counter() - begin)
             medians = [f"{statistics.median(each) * 1e6:.0f}" for each in times]
-            row = (str(dtype).removeprefix("torch."), str(slots), *medians)
-            table.add_row(*row)
-            lines.append(f"| {' | '.join(row)} |")
-    console = Console()
-    console.print(table)
-    RESULTS.mkdir(exist_ok=True)
-    target = RESULTS / "attention_forms.md"
-    target.write_text("\n".join(lines) + "\n")
-    console.print(f"written to {target}")
+            results.row(str(dtype).removeprefix("torch."), str(slots), *medians)
+    results.end()
+    results.write()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-import pathlib
 import sys
 from collections.abc import Iterator
 
@@ -22,11 +21,10 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default up to
 import torch
 import triton
 from ahead_of_time import GPUS, Case, Launch, bookkeeping_launches, compile_launch, launches_of
+from result_tables import Results
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-RESULTS = pathlib.Path(__file__).parent / "results"
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS, GROUPS = (32, 64, 80, 96, 112, 128, 256), (1, 4, 8, 16, 64)
 COLUMNS = (
@@ -102,32 +100,25 @@ def main() -> None:
     arguments = parser.parse_args()
     targets = arguments.targets.split(",")
     command = " ".join(["python benchmarks/kernel_resources.py", *sys.argv[1:]])
-    lines = [
+    results = Results(
+        "kernel_resources",
         f"`{command}`: torch {torch.__version__}, triton {triton.__version__}, compiled ahead of time, run nowhere.",
         "",
         "Per program; registers per lane; a tile is query heads × slots × width; resident programs per processor.",
         "16-byte and narrower loads are instructions that read keys or values.",
-    ]
-    console = Console()
+    )
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         for target in targets:
             task = progress.add_task(target, total=len(list(cases(arguments.all))) + 1)
-            table = Table(title=target)
-            for column in COLUMNS:
-                table.add_column(column, justify="left" if column in ("kernel", "configuration") else "right")
-            lines += ["", f"## {target}", "", f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
+            results.begin(target, COLUMNS, left=("kernel", "configuration"), heading=target)
             for row in rows_of(target, arguments.all):
                 if row is None:
                     progress.advance(task)
                 else:
-                    table.add_row(*row)
-                    lines.append(f"| {' | '.join(row)} |")
-            console.print(table)
-    RESULTS.mkdir(exist_ok=True)
-    result = RESULTS / "kernel_resources.md"
-    result.write_text("\n".join(lines) + "\n")
-    console.print(f"written to {result}")
+                    results.row(*row)
+            results.end()
+    results.write()
 
 
 if __name__ == "__main__":

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import pathlib
 import sys
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from result_tables import Results
 
 from inertia_fx.kernels import plan
-
-RESULTS = pathlib.Path(__file__).parent / "results"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +227,7 @@ def main() -> None:
     parser.add_argument("--launch-us", type=float, default=LAUNCH_MICROSECONDS, help="assumed time of an empty kernel")
     arguments = parser.parse_args()
     command = " ".join(["python benchmarks/roofline.py", *sys.argv[1:]])
-    columns = (
+    columns: tuple[str, ...] = (
         "shape, one layer",
         "MB",
         "scores add",
@@ -241,46 +237,35 @@ def main() -> None:
         "programs (with work)",
         "uneven",
     )
-    lines = [
+    results = Results(
+        "roofline",
         f"`{command}`: arithmetic, nothing was run; an empty kernel is assumed to take {arguments.launch_us:g} µs.",
         "",
         "MB: keys, values and all else that is moved, what stays in the cache included. Scores add: their part of it.",
         "Uneven: tiles of the processor with the most over the mean per processor.",
-    ]
-    console = Console()
+    )
     for gpu in (GPUS[name] for name in arguments.gpus.split(",")):
         title = f"{gpu.name}: {gpu.bandwidth / 1e12:.2f} TB/s, {gpu.processors} processors"
-        table = Table(title=title)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left")
-        lines += ["", f"## {title}", "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+        results.begin(title, columns, left=columns[:1], heading=title)
         for name, shape in SHAPES.items():
             found = roofline(shape, gpu, launch_microseconds=arguments.launch_us)
             moved = traffic(shape, found.splits).total
-            cells = (
+            results.row(
                 name, f"{moved / 1e6:,.1f}", f"{scoring_bytes(shape) / moved:.1%}", f"{found.seconds * 1e6:.1f}",
                 found.bound, str(found.splits), f"{found.programs:,} ({found.working:,})", f"{found.uneven:.2f}",
             )  # fmt: skip
-            table.add_row(*cells)
-            lines.append(f"| {' | '.join(cells)} |")
-        console.print(table)
+        results.end()
     columns = ("step of Llama-3.1-8B, bf16", "bytes, GB", "of which scoring")
-    table = Table(title="whole decode step, by bytes (weights read once)")
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left")
-    lines += ["", "## A whole decode step, by bytes", "", f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    title = "whole decode step, by bytes (weights read once)"
+    results.begin(title, columns, left=columns[:1], heading="A whole decode step, by bytes")
     for slots in (1638, 6400, 65536):
         for rows in (1, 8, 64, 128):
             shape = Shape(rows, LLAMA.kv_heads, LLAMA.groups, slots, LLAMA.width, LLAMA.width)
             moved = LLAMA.weights * 2 + LLAMA.layers * traffic(shape, 1).total
-            cells = (f"{slots:,} slots, batch {rows}", f"{moved / 1e9:.1f}", f"{scoring_share(LLAMA, rows, slots):.2%}")
-            table.add_row(*cells)
-            lines.append(f"| {' | '.join(cells)} |")
-    console.print(table)
-    RESULTS.mkdir(exist_ok=True)
-    target = RESULTS / "roofline.md"
-    target.write_text("\n".join(lines) + "\n")
-    console.print(f"written to {target}")
+            share = f"{scoring_share(LLAMA, rows, slots):.2%}"
+            results.row(f"{slots:,} slots, batch {rows}", f"{moved / 1e9:.1f}", share)
+    results.end()
+    results.write()
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def _(query, key, value, mask, scale, kv_heads):  # type: ignore[no-untyped-def]
 @torch.library.custom_op("inertia_fx::blend", mutates_args=())
 def blend(old: Tensor, new: Tensor, old_weight: float, new_weight: float) -> Tensor:
     """See :func:`inertia_fx.kernels.reference.blend`; [B, S] fp32."""
-    return reference.blend(old, new, old_weight, new_weight).clone()
+    return reference.blend(old, new, old_weight, new_weight).clone()  # an operator's result may not be its input
 
 
 @blend.register_fake

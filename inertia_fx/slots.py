@@ -7,14 +7,14 @@ ones they are stays on the device.
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .kernels.reference import NO_POSITION, next_free
+from .kernels.plan import runs_triton
+from .kernels.reference import NO_POSITION, is_protected, next_free
 
 DEAD, CLOSED = float("-inf"), float("inf")
 """Momentum of a slot that may be filled, and of one that is neither attended nor filled."""
@@ -77,8 +77,7 @@ def text_order(state: RetentionState, alive: Tensor) -> Tensor:
 def survivors(state: RetentionState, keep: Sequence[int], protect_first: int, protect_recent: int) -> Tensor:
     """[B, max(keep)] slot indices of each row's top `keep` by (momentum, position), in text order, padded at the end."""
     alive = state.positions >= 0
-    newest = state.length.unsqueeze(1) - 1
-    held = alive & ((state.positions < protect_first) | (state.positions > newest - protect_recent))
+    held = is_protected(state.positions, state.length - 1, protect_first, protect_recent)
     rank = torch.where(held, CLOSED, torch.where(alive, state.momentum, DEAD))
     kept = _sortable(rank, state.positions).topk(max(keep), dim=1).indices
     survives = torch.arange(kept.shape[1], device=kept.device) < column(keep, kept)
@@ -125,7 +124,7 @@ def gather(
     index = torch.cat([index, index.new_zeros(index.shape[0], capacity - index.shape[1])], dim=1)
     state.momentum = torch.where(full, state.momentum.gather(1, index), empty)
     state.positions = torch.where(full, state.positions.gather(1, index), NO_POSITION)
-    mark_dynamic(layers, state)
+    mark_for_compile(layers, state)
 
 
 def extend(
@@ -140,7 +139,7 @@ def extend(
     state.momentum = torch.cat([state.momentum, fresh], dim=1)
     state.positions = torch.cat([state.positions, state.positions.new_full(fresh.shape, NO_POSITION)], dim=1)
     state.free = torch.where(column(full, slots).squeeze(1), before, state.free)
-    mark_dynamic(layers, state)
+    mark_for_compile(layers, state)
 
 
 def select_rows(layers: Sequence[SlotLayer], state: RetentionState, index: Tensor) -> None:
@@ -155,7 +154,7 @@ def select_rows(layers: Sequence[SlotLayer], state: RetentionState, index: Tenso
                 tensor.copy_(chosen)
             else:
                 setattr(owner, name, chosen)
-    mark_dynamic(layers, state)
+    mark_for_compile(layers, state)
 
 
 def narrow(layers: Sequence[SlotLayer], state: RetentionState, capacity: int) -> None:
@@ -164,7 +163,7 @@ def narrow(layers: Sequence[SlotLayer], state: RetentionState, capacity: int) ->
         assert layer.keys is not None and layer.values is not None
         layer.keys, layer.values = layer.keys[:, :, :capacity].clone(), layer.values[:, :, :capacity].clone()
     state.momentum, state.positions = state.momentum[:, :capacity].clone(), state.positions[:, :capacity].clone()
-    mark_dynamic(layers, state)
+    mark_for_compile(layers, state)
 
 
 def is_writable(layers: Sequence[SlotLayer], state: RetentionState) -> bool:
@@ -183,21 +182,20 @@ def clone(layers: Sequence[SlotLayer], state: RetentionState) -> None:
         layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
     for field in dataclasses.fields(state):
         setattr(state, field.name, getattr(state, field.name).clone())
-    mark_dynamic(layers, state)
+    mark_for_compile(layers, state)
 
 
-def mark_dynamic(layers: Sequence[SlotLayer], state: RetentionState) -> None:
-    """The slot count is a dynamic dimension of the compiled step: one graph serves every prompt length and budget.
+def mark_for_compile(layers: Sequence[SlotLayer], state: RetentionState) -> None:
+    """What the compiled step may count on.
 
-    Their addresses stay: a CUDA graph of the step (mode="reduce-overhead") may write to them without copying them first.
+    The slot count is a dynamic dimension: one graph serves every prompt length and budget. The addresses stay: a CUDA
+    graph of the step (mode="reduce-overhead") may write to these tensors without copying them first.
     """
-    for layer in layers:
-        torch._dynamo.mark_dynamic(layer.keys, 2)
-        torch._dynamo.mark_dynamic(layer.values, 2)
-    torch._dynamo.mark_dynamic(state.momentum, 1)
-    torch._dynamo.mark_dynamic(state.positions, 1)
-    kept = [buffer for layer in layers for buffer in (layer.keys, layer.values)]
-    for tensor in (*kept, state.momentum, state.positions, state.free, state.length):
+    buffers = [buffer for layer in layers for buffer in (layer.keys, layer.values)]
+    slotted = [*((buffer, 2) for buffer in buffers), (state.momentum, 1), (state.positions, 1)]
+    for tensor, dimension in slotted:
+        torch._dynamo.mark_dynamic(tensor, dimension)
+    for tensor in (*buffers, state.momentum, state.positions, state.free, state.length):
         torch._dynamo.mark_static_address(tensor, guard=False)
 
 
@@ -214,7 +212,7 @@ def column(per_row: Sequence[int], like: Tensor) -> Tensor:
 def _take(buffer: Tensor | None, index: Tensor, capacity: int) -> Tensor:
     """[B, N, capacity, D]: first the slots of `index` [B, n], then nothing in particular (never attended)."""
     assert buffer is not None
-    if buffer.is_cuda and importlib.util.find_spec("triton") is not None:
+    if runs_triton(buffer.device.type):
         from .kernels import evict
 
         return evict.gather(buffer, index, capacity)

@@ -18,8 +18,8 @@ from torch.library import wrap_triton
 BLOCK_SLOTS, BLOCK_COPY = 1024, 32
 """Slots per turn of a row's loop; slots per program of the copy."""
 
-_NO_SLOT = tl.constexpr(2**31 - 1)
-_NO_POSITION = tl.constexpr(2**63 - 1)
+_NO_SLOT = tl.constexpr(torch.iinfo(torch.int32).max)
+_NO_POSITION = tl.constexpr(torch.iinfo(torch.int64).max)
 
 
 @triton.jit
@@ -156,6 +156,3 @@ def gather(buffer: Tensor, index: Tensor, capacity: int) -> Tensor:
         WIDTH=width, BLOCK_WIDTH=triton.next_power_of_2(width), BLOCK=BLOCK_COPY, num_warps=4,
     )  # fmt: skip
     return result
-
-
-assert torch.iinfo(torch.int64).max == _NO_POSITION.value

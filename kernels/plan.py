@@ -8,6 +8,8 @@ mean in bytes and microseconds, `benchmarks/kernel_resources.py` what the compil
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.util
 from typing import Any
 
 import torch
@@ -52,9 +54,9 @@ def power_of_two(number: int, least: int = 16) -> int:
 def plan_for(groups: int, width: int, value_width: int, itemsize: int, hip: bool = False) -> Plan:
     """The plan for G = `groups` query heads per KV head, head widths D and Dv, and `itemsize` bytes per element.
 
-    Keys and values are read once for up to 64 query heads of a group; a larger group (multi-query attention) takes
-    several programs, whose second reading comes out of the L2 cache. AMD's compute units have 64 KiB of shared memory
-    and hide latency with more waves instead of a deeper pipeline.
+    Keys and values are read once for up to 64 query heads of a group (16 in fp32); a larger group (multi-query
+    attention) takes several programs, whose second reading comes out of the L2 cache. AMD's compute units have 64 KiB
+    of shared memory and hide latency with more waves instead of a deeper pipeline.
     """
     block_width, block_value = power_of_two(width), power_of_two(value_width)
     widest = max(block_width, block_value)
@@ -96,6 +98,12 @@ def _filled(programs: int, capacity: int) -> float:
     """The share of the places in its waves that `programs` programs fill."""
     waves = -(-programs // capacity)
     return programs / (waves * capacity)
+
+
+@functools.cache
+def runs_triton(device_type: str) -> bool:
+    """Whether our Triton kernels run on such a device ("cuda" is ROCm's name as well)."""
+    return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def refusal(query: Any, key: Any, value: Any) -> str | None:

@@ -165,14 +165,18 @@ def enter(momentum: Tensor, positions: Tensor, free: Tensor, length: Tensor) -> 
     return torch.where(taken, mean, momentum), torch.where(taken, length.unsqueeze(1), positions)
 
 
+def is_protected(positions: Tensor, newest: Tensor, protect_first: int, protect_recent: int) -> Tensor:
+    """[B, S] bool: tokens at either end of the text that are never chosen; `newest` is [B] int64, the last position."""
+    # No branch on what is protected: torch.compile may have made the two numbers symbols.
+    return (positions >= 0) & ((positions < protect_first) | (positions > newest.unsqueeze(1) - protect_recent))
+
+
 def next_free(momentum: Tensor, positions: Tensor, length: Tensor, protect_first: int, protect_recent: int) -> Tensor:
     """The slot to overwrite next, [B] int64: a dead slot if there is one, else the smallest (momentum, position).
 
     `length` is [B] int64, the new token's position. Dead slots carry momentum -inf and closed slots +inf, so both
     fall into place by themselves; equal momentum lets the oldest position go (SPEC D7).
     """
-    # No branch on what is protected: torch.compile may have made the two numbers symbols.
-    held = (positions >= 0) & ((positions < protect_first) | (positions > length.unsqueeze(1) - protect_recent))
-    key = torch.where(held, math.inf, momentum)
+    key = torch.where(is_protected(positions, length, protect_first, protect_recent), math.inf, momentum)
     smallest = key == key.amin(-1, keepdim=True)
     return torch.where(smallest, positions, _LAST).argmin(-1)

@@ -4,7 +4,8 @@
     emit_scores.py      site -> scored attention: the same output, plus the pooled scores s
     update_momentum.py  m = alpha m + (1 - alpha) s, chained through the layers
     evict.py            the marker -> next free slot = argmin by (m, position), state written back in place
-    lower.py            our operators -> kernels, or plain aten that Inductor fuses
+    lower.py            our operators -> plain aten that Inductor fuses, or, on CUDA and ROCm,
+    lower_to_triton.py  Triton kernels
     outline_layers.py   equal layers -> one subgraph that is compiled once
     inline_regions.py   before all of them: regions that the user marked -> their nodes
     metadata.py         example values of nodes, compared and filled in

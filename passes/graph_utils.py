@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import operator
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..errors import UnsupportedAttentionError
+from ..kernels.plan import runs_triton
 
 if TYPE_CHECKING:
     from ..backend import BackendOptions
@@ -80,7 +80,7 @@ class Rewrite:
     def kernels(self) -> str:
         """What the graph is lowered to: "triton" (CUDA and ROCm devices), "inductor_cpu" or "reference" (plain aten)."""
         device = self.marker.keys[0].meta["example_value"].device.type
-        if device == "cuda" and importlib.util.find_spec("triton") is not None:
+        if runs_triton(device):
             return "triton"
         return "inductor_cpu" if device == "cpu" and self.options.backend == "inductor" else "reference"
 
@@ -290,16 +290,16 @@ _PURE_METHODS = {
 }  # fmt: skip
 
 
-def erase_dead(graph: fx.Graph, node: fx.Node) -> None:
-    """Erase a node that nobody uses and, going up, what only it used. In-place operations are never erased."""
-    todo = [node]
+def erase_dead(graph: fx.Graph, *nodes: fx.Node) -> None:
+    """Erase nodes that nobody uses and, going up, what only they used. In-place operations are never erased."""
+    todo = list(nodes)
     while todo:
         current = todo.pop()
         pure = (current.op == "call_function" and current.target in _PURE_FUNCTIONS) or (
             current.op == "call_method" and current.target in _PURE_METHODS
         )
-        if current.users or not pure or current._erased:
+        if current.users or not pure:
             continue
-        inputs = current.all_input_nodes
+        inputs = [node for node in current.all_input_nodes if node not in todo]
         graph.erase_node(current)
         todo.extend(inputs)

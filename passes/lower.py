@@ -2,49 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 from .. import ops  # noqa: F401  (defines the operators named below)
 from ..kernels import inductor_cpu, reference
 from .graph_utils import PassResult, Rewrite, replace
-from .lower_to_triton import lower_to_triton
+from .lower_to_triton import BLEND, SCORED, UNSCORED, lower_to_triton
 
-_SCORED, _UNSCORED = torch.ops.inertia_fx.scored_attention.default, torch.ops.inertia_fx.slot_attention.default
-_BLEND = torch.ops.inertia_fx.blend.default
-_MASK = 3
-"""Place of the mask among both operators' arguments."""
+_MASK, _LIVE = 3, 4
+"""Places of the mask and, where scores are read, of the liveness among the attention operators' arguments."""
 
 
 def lower(rewrite: Rewrite) -> PassResult:
     """Kernels on CUDA and ROCm devices; elsewhere inline every operator of ours, in the form the inner compiler likes best."""
-    if rewrite.kernels == "triton":
-        return lower_to_triton(rewrite)
-    form = rewrite.kernels
-    kernels = inductor_cpu if form == "inductor_cpu" else reference
-    lowerings: dict[Any, Callable[..., Any]] = {_SCORED: kernels.scored_attention, _UNSCORED: kernels.slot_attention}
-    matched = []
-    masks: dict[fx.Node, fx.Node] = {}
+    if rewrite.kernels != "reference":
+        _write_masks_once(rewrite)
+    result = lower_to_triton(rewrite) if rewrite.kernels == "triton" else PassResult("lower", ())
+    inlined = _inline(rewrite)
+    return result if rewrite.kernels == "triton" else PassResult("lower", inlined)
+
+
+def _write_masks_once(rewrite: Rewrite) -> None:
+    """Into memory, for all layers: Inductor would compute them anew in every loop, or write them for every kernel."""
+    places = (_MASK, _LIVE) if rewrite.kernels == "triton" else (_MASK,)
+    written: dict[fx.Node, fx.Node] = {}
+    for node in list(rewrite.graph.nodes):
+        if node.op != "call_function" or node.target not in (SCORED, UNSCORED):
+            continue
+        for place in places if node.target is SCORED else (_MASK,):
+            mask = node.args[place]
+            if mask not in written:  # beside the mask, so that the first layer reads like the others
+                written[mask] = rewrite.emit(mask.next, inductor_cpu.materialize, mask)
+            node.update_arg(place, written[mask])
+
+
+def _inline(rewrite: Rewrite) -> tuple[str, ...]:
+    """What is left of our operators as plain aten; one line for each attention."""
+    form = "inductor_cpu" if rewrite.kernels == "inductor_cpu" else "reference"
+    kernels: Any = inductor_cpu if form == "inductor_cpu" else reference
+    half = (_is_half(rewrite),) if form == "inductor_cpu" else ()
+    lines = []
     for node in list(rewrite.graph.nodes):
         if node.op != "call_function":
             continue
-        if node.target is _BLEND:
+        if node.target is BLEND:
             replace(rewrite.graph, node, rewrite.emit(node, reference.blend, *node.args))
-        if node.target not in lowerings:
-            continue
-        arguments = node.args
-        if kernels is inductor_cpu:
-            mask = arguments[_MASK]
-            if mask not in masks:  # computed once for all layers and heads, not once per element of every loop
-                masks[mask] = rewrite.emit(mask.next, inductor_cpu.materialize, mask)
-            arguments = (*arguments[:_MASK], masks[mask], *arguments[_MASK + 1 :], _is_half(rewrite))
-        result = rewrite.emit(node, lowerings[node.target], *arguments)
-        matched.append(f"'{node.name}' -> aten ({form})")
-        replace(rewrite.graph, node, result)
-    return PassResult("lower", tuple(matched))
+        elif node.target in (SCORED, UNSCORED):
+            attend = kernels.scored_attention if node.target is SCORED else kernels.slot_attention
+            lines.append(f"'{node.name}' -> aten ({form})")
+            replace(rewrite.graph, node, rewrite.emit(node, attend, *node.args, *half))
+    return tuple(lines)
 
 
 def _is_half(rewrite: Rewrite) -> bool:

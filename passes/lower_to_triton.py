@@ -12,36 +12,28 @@ import operator
 import torch
 from torch import fx
 
-from ..kernels import inductor_cpu, plan, reference
+from ..kernels import plan, reference
 from .check_mask import run_on_a_small_state
-from .graph_utils import PassResult, Refusal, Rewrite, ancestors, calls, erase_dead, replace
+from .graph_utils import PassResult, Refusal, Rewrite, ancestors, calls, erase_dead
 
-_SCORED, _UNSCORED = torch.ops.inertia_fx.scored_attention.default, torch.ops.inertia_fx.slot_attention.default
-_BLEND = torch.ops.inertia_fx.blend.default
+SCORED, UNSCORED = torch.ops.inertia_fx.scored_attention.default, torch.ops.inertia_fx.slot_attention.default
+BLEND = torch.ops.inertia_fx.blend.default
 
 
 def lower_to_triton(rewrite: Rewrite) -> PassResult:
-    """Scored and unscored attention, blends and the entry of the new token."""
+    """Scored and unscored attention, blends and the entry of the new token; what is skipped is left for `lower` to inline."""
     from ..kernels import triton_ops  # noqa: F401  (defines the operators; needs triton)
 
     graph, triton = rewrite.graph, torch.ops.inertia_fx
     matched, skipped = [], []
-    in_memory: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in (_SCORED, _UNSCORED):
+        if node.op != "call_function" or node.target not in (SCORED, UNSCORED):
             continue
-        scored = node.target is _SCORED
+        scored = node.target is SCORED
         query, key, value = (argument.meta["example_value"] for argument in node.args[:3])
         if (why := plan.refusal(query, key, value)) is not None:
-            form = reference.scored_attention if scored else reference.slot_attention
             skipped.append(f"'{node.name}' -> aten (reference): {why}")
-            replace(graph, node, rewrite.emit(node, form, *node.args))
             continue
-        for mask in node.args[3:5] if scored else node.args[3:4]:
-            # Computed once per step: Inductor would write it anew for every kernel that reads it.
-            if mask not in in_memory:
-                in_memory[mask] = rewrite.emit(mask.next, inductor_cpu.materialize, mask)
-            node.replace_input_with(mask, in_memory[mask])
         blend = _blend_of(node) if scored else None
         with graph.inserting_before(node):
             if blend is not None:
@@ -57,9 +49,6 @@ def lower_to_triton(rewrite: Rewrite) -> PassResult:
         if blend is not None:
             blend.replace_all_uses_with(blend.args[1])
             graph.erase_node(blend)
-    for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is _BLEND:
-            replace(graph, node, rewrite.emit(node, reference.blend, *node.args))
     matched += _lower_enter(rewrite)
     return PassResult("lower", tuple(matched), tuple(skipped))
 
@@ -70,7 +59,7 @@ def _blend_of(node: fx.Node) -> fx.Node | None:
     if len(scores) != 1 or len(scores[0].users) != 1:
         return None
     (blend,) = scores[0].users
-    if blend.target is not _BLEND or blend.args[1] is not scores[0]:
+    if blend.target is not BLEND or blend.args[1] is not scores[0]:
         return None
     old = blend.args[0]
     assert isinstance(old, fx.Node)
@@ -97,6 +86,5 @@ def _lower_enter(rewrite: Rewrite) -> list[str]:
     marker.new_momentum.replace_all_uses_with(momentum)
     marker.new_positions.replace_all_uses_with(positions)
     names = marker.new_momentum.name, marker.new_positions.name
-    erase_dead(graph, marker.new_momentum)
-    erase_dead(graph, marker.new_positions)
+    erase_dead(graph, marker.new_momentum, marker.new_positions)
     return [f"'{names[0]}' and '{names[1]}' -> '{entered.name}'"]

@@ -39,6 +39,7 @@ MEASURED = (
     "contract",
     "kernels",
     "passes",
+    "plan",
     "propositions",
     "show",
     "strategies",

@@ -62,10 +62,8 @@ def definition(
             norms = v.norm(dim=1)
             pooled += p * (norms / norms.mean()) if scorer == "vnorm" else p
         pooled /= heads
-        if scorer == "entropy" and len(slots) > 1:
-            pooled = pooled * float(-(pooled * pooled.log()).nansum() / math.log(len(slots)))
-        elif scorer == "entropy":
-            pooled = pooled * 0
+        if scorer == "entropy":  # of one token it is 0 (or what a sink leaves of it): ln(1) is no divisor
+            pooled = pooled * float(-(pooled * pooled.log()).nansum() / math.log(max(len(slots), 2)))
         scores[row, slots] = pooled
     return output, scores
 

@@ -43,7 +43,9 @@ def test_plan_for(groups: int, width: int, value_width: int, itemsize: int, hip:
     assert all(block >= 16 and block & (block - 1) == 0 for block in blocks), "matrix units take powers of two from 16"
     assert width <= chosen.block_width < 2 * max(width, 16)
     assert value_width <= chosen.block_value < 2 * max(value_width, 16)
-    assert chosen.block_group >= min(groups, 64) or chosen.block_group * 2 > 16, "a chunk is no smaller than it need be"
+    most = 64 if itemsize == 2 else 16
+    assert min(groups, most) <= chosen.block_group <= most, "a chunk is no smaller than it need be"
+    assert chosen.block_group < 2 * max(groups, 16), "nor larger"
     assert chosen.block_slots * max(chosen.block_width, chosen.block_value) * itemsize <= plan.TILE_BYTES
     assert chosen.warps & (chosen.warps - 1) == 0
     assert chosen.stages >= 1
