@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
@@ -40,6 +42,13 @@ def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 
 
+@contextlib.contextmanager
+def running_on(mode: FakeTensorMode) -> Iterator[None]:
+    """Run operators on example values, as Dynamo does: without its dispatcher, matmul in torch 2.11 fixes symbolic sizes."""
+    with mode, enable_python_dispatcher(), torch.no_grad():
+        yield
+
+
 def fill_metadata(graph: fx.Graph) -> None:
     """Give the nodes that passes made what Dynamo gives its own: an example value.
 
@@ -51,7 +60,7 @@ def fill_metadata(graph: fx.Graph) -> None:
     if mode is None:
         return
     known: dict[Any, Any] = {}
-    with mode, torch.no_grad():
+    with running_on(mode):
         for node in graph.nodes:
             if node.op not in ("call_function", "call_method") or "example_value" in node.meta:
                 continue

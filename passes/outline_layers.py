@@ -8,7 +8,8 @@ takes. Layers are told apart by their slot writes, and one layer ends where the 
 
 Layers are equal if their nodes are (targets, constants, wiring) and if everything that flows in has the same metadata.
 One that is like no other stays as it was traced, which takes longer to compile and nothing else. The writes into K and
-V are inside: torch functionalizes a region that mutates what it is given and writes in place again in the end.
+V are inside: torch functionalizes a region that mutates what it is given and writes in place again in the end. It does
+not look into the Triton operators of such a region (2.11 to 2.13), so on GPUs every layer is compiled by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, fx
 
 from .graph_utils import PassResult, Rewrite, writes
-from .metadata import fake_mode, fill_metadata, frozen, metadata
+from .metadata import fake_mode, fill_metadata, frozen, metadata, running_on
 
 _KNOW_REGIONS = ("inductor", "aot_eager")
 
@@ -33,6 +34,8 @@ def outline_layers(rewrite: Rewrite) -> PassResult:
     fill_metadata(rewrite.graph)
     if not rewrite.options.regions:
         return _skipped("switched off (regions=False)")
+    if rewrite.kernels == "triton":
+        return _skipped("in a region the Triton operators would be called one by one instead of compiled into the step")
     if torch.is_grad_enabled():
         return _skipped("the step is compiled with gradients: wrap it in torch.no_grad()")
     layers = _layers(rewrite)
@@ -52,7 +55,7 @@ def outline_layers(rewrite: Rewrite) -> PassResult:
             skipped.append(f"layer {indices}: like no other")
             continue
         name = f"decoder_layer_{number}"
-        why_not = _outline(rewrite.gm, name, list(equal.values()))
+        why_not = _outline(rewrite.gm, name, list(equal.values()), buffers)
         if why_not is None:
             matched.append(f"layers {indices} -> '{name}'")
         else:
@@ -120,7 +123,7 @@ def _signature(nodes: Sequence[fx.Node], buffers: set[fx.Node]) -> list[Any]:
     return result
 
 
-def _outline(gm: fx.GraphModule, name: str, members: list[list[fx.Node]]) -> str | None:
+def _outline(gm: fx.GraphModule, name: str, members: list[list[fx.Node]], buffers: set[fx.Node]) -> str | None:
     """Replace each member, lists of nodes that correspond one by one, by a call of one new subgraph; or why not."""
     wanted: set[int] = set()
     for nodes in members:
@@ -130,18 +133,31 @@ def _outline(gm: fx.GraphModule, name: str, members: list[list[fx.Node]]) -> str
     values = [node.meta["example_value"] for node in subgraph.graph.find_nodes(op="placeholder")]
     mode = fake_mode(gm.graph)
     assert mode is not None
-    with mode, torch.no_grad():
+    with running_on(mode):
         results = subgraph(*values)
     if not all(isinstance(value, Tensor) for value in results):
         return "something else than a tensor comes out of it"
-    given = {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
-    storages = {value.untyped_storage()._cdata for value in results}
-    if len(storages) < len(results) or given & storages:
+    given, made = _storages(values), _storages(results)
+    if len(set(made)) < len(made) or not set(given).isdisjoint(made):
         return "what comes out of it shares memory with something else"
+    if any(_sees_writes_twice(nodes, buffers) for nodes in members):
+        return "slots that it writes go into it a second time, as a view"
     gm.add_module(name, subgraph)
     for nodes in members:
         _call(gm.graph, name, nodes, sorted(wanted))
     return None
+
+
+def _storages(values: Sequence[Any]) -> list[int]:
+    return [value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)]
+
+
+def _sees_writes_twice(nodes: list[fx.Node], buffers: set[fx.Node]) -> bool:
+    """Whether a view of what is written comes from outside: inside it would be a tensor of its own."""
+    written, read = [], []
+    for node in _given(nodes):
+        (written if node in buffers else read).extend(_storages([node.meta["example_value"]]))
+    return not set(written).isdisjoint(read)
 
 
 def _given(nodes: list[fx.Node]) -> list[fx.Node]:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from inertia_fx import debug, errors
-from inertia_fx.passes import Rewrite, inline_regions, run_passes
+from inertia_fx.passes import PASSES, Rewrite, inline_regions, run_passes
 from tests import plain
 from tests.test_passes import count, prompted, rewrite_of, steps, traced
 
@@ -88,16 +88,39 @@ def test_regions_change_nothing(options: dict[str, Any]) -> None:
     assert len({tuple(rows[0]) for rows in runs[0][1]}) > 1
 
 
-def test_kernels_are_in_the_regions_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Off a GPU the kernels' operators are their definitions, so what they are put into can be run."""
+def test_layers_with_triton_kernels_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would call the operators of a region one by one, instead of compiling what they launch into the step."""
     pytest.importorskip("triton")
-    model = plain.PlainDecoder(layers=4)
-    expect = steps(model, prompted(model, 12, 2), 10)
     monkeypatch.setattr(Rewrite, "kernels", property(lambda rewrite: "triton"))
     gm = traced(layers=4)
-    assert outlined(gm).matched == ("layers 0 to 3 (4 of them) -> 'decoder_layer_0'",)
-    assert count(gm.decoder_layer_0)[torch.ops.inertia_fx.triton_blended_attention.default] == 1
-    assert steps(model, prompted(model, 12, 2), 10, backend="aot_eager") == expect
+    result = outlined(gm)
+    assert result.matched == ()
+    assert "Triton" in result.skipped[0]
+    assert regions(gm) == []
+    assert count(gm)[torch.ops.inertia_fx.triton_blended_attention.default] == 4
+
+
+def test_a_view_of_the_slots_from_outside_keeps_layers_apart() -> None:
+    """In a region it would be a tensor of its own, which does not see the write."""
+    gm = traced(layers=4)
+    rewrite = rewrite_of(gm, backend="aot_eager")
+    with torch.no_grad():
+        *_, outline = PASSES
+        for run in PASSES[:-1]:
+            run(rewrite)
+        keys = rewrite.marker.keys
+        softmaxes = gm.graph.find_nodes(op="call_function", target=torch.softmax)
+        for key, softmax in zip(keys, softmaxes, strict=True):
+            with gm.graph.inserting_after(list(gm.graph.find_nodes(op="placeholder"))[-1]):
+                view = gm.graph.call_method("select", (key, 3, 0))
+                view.meta["example_value"] = key.meta["example_value"].select(3, 0)
+            with gm.graph.inserting_before(softmax):
+                logits = gm.graph.call_function(torch.add, (softmax.args[0], gm.graph.call_method("sum", (view,))))
+            softmax.update_arg(0, logits)
+        result = outline(rewrite)
+    assert result.matched == ()
+    assert result.skipped == ("layers 0 to 3 (4 of them): slots that it writes go into it a second time, as a view",)
+    gm.graph.lint()
 
 
 # ---------------------------------------------------------------------- regions that are there already
