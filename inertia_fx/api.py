@@ -33,6 +33,7 @@ def compile(
     backend: str | Callable[..., Any] = "inductor",
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
+    regions: bool = True,
 ) -> Model:
     """A model of the same class, sharing the weights, whose decode steps evict the cached tokens of least use.
 
@@ -50,6 +51,7 @@ def compile(
         backend: the inner compiler of the decode step: "inductor", "aot_eager", "eager" or a callable.
         mode, options: Inductor's, as in `torch.compile`, for example ``options={"freezing": True}`` (which compiles the
             weights in: they must not change afterwards).
+        regions: False compiles every layer by itself instead of equal layers once: slower to compile, for bisecting.
 
     Raises:
         ConfigError: an argument is out of range, unknown or contradicts another.
@@ -73,4 +75,4 @@ def compile(
         protect_recent=protect_recent,
     )
     check_inner(backend, mode, options)
-    return wrap(model, config, {"backend": backend, "mode": mode, "options": options})
+    return wrap(model, config, {"backend": backend, "mode": mode, "options": options, "regions": regions})

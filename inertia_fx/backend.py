@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import time
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,7 +21,8 @@ from torch import Tensor, fx
 from . import debug
 from .config import Config
 from .errors import ConfigError
-from .passes import Rewrite, find_marker, run_passes
+from .passes import Rewrite, find_marker, has_marker, inline_regions, run_passes
+from .passes.metadata import with_shared_symbols
 
 _GRAPH = ("alpha", "alpha_time", "alpha_layer", "aggregator", "scorer")
 _HOST_ONLY = tuple(field.name for field in dataclasses.fields(Config) if field.name not in _GRAPH)
@@ -36,6 +38,7 @@ class BackendOptions:
         backend: inner compiler, a name that torch.compile knows or a callable ``(gm, inputs) -> callable``.
         mode, options: Inductor's, as in torch.compile.
         passes: False leaves the graph as traced: the step decodes, with a momentum that never moves (for bisecting).
+        regions: False compiles every layer by itself instead of equal layers once (for bisecting; slower to compile).
     """
 
     alpha: float = 0.8
@@ -48,6 +51,7 @@ class BackendOptions:
     mode: str | None = None
     options: Mapping[str, Any] | None = None
     passes: bool = True
+    regions: bool = True
 
     @property
     def last_layer_alone(self) -> bool:
@@ -133,12 +137,21 @@ def inertia(
         UnsupportedAttentionError: a layer's attention is not understood; nothing has been compiled or changed.
     """
     settings = BackendOptions.of(options)
-    marker = find_marker(gm.graph)
-    if marker is not None and settings.passes:
+    if settings.passes and has_marker(gm):
         before = debug.readable(gm)
-        rewrite = Rewrite(gm, marker, settings)
-        results = run_passes(rewrite)
+        inline_regions(gm)
+        marker = find_marker(gm.graph)
+        assert marker is not None
+        results = run_passes(Rewrite(gm, marker, settings))
         debug.publish(debug.Explanation(results, before, debug.readable(gm)))
+        if settings.backend == "inductor":
+            example_inputs = with_shared_symbols(gm.graph, example_inputs)
+        # The first step of a large model takes a while, and a user who waits should be able to see for what.
+        debug.log.info("compiling a decode step of %d layers with %s", len(marker.keys), settings.backend)
+        began = time.perf_counter()
+        compiled = _compile_inner(gm, example_inputs, settings)
+        debug.log.info("compiled the decode step in %.1f s", time.perf_counter() - began)
+        return compiled
     return _compile_inner(gm, example_inputs, settings)
 
 

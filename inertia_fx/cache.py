@@ -284,7 +284,10 @@ class SlotCache:
         if self._mode == "step":
             assert self._state is not None
             rows = torch.arange(self._state.free.shape[0], device=self._state.free.device)
-            return self.layers[layer_idx].write(key, value, rows, self._state.free)
+            layer = self.layers[layer_idx]
+            # Tells the tracer that all layers have the same number of slots: one symbol instead of two per layer.
+            assert layer.keys.shape[2] == layer.values.shape[2] == self._state.positions.shape[1]
+            return layer.write(key, value, rows, self._state.free)
         if self._mode == "prompt":
             while len(self.layers) <= layer_idx:
                 self.layers.append(self.layer_class())

@@ -6,6 +6,9 @@
     evict.py            the marker -> next free slot = argmin by (m, position), state written back in place
     lower.py            our operators -> plain aten that Inductor fuses, or, on CUDA and ROCm,
     lower_to_triton.py  Triton kernels
+    outline_layers.py   equal layers -> one subgraph that is compiled once
+    inline_regions.py   before all of them: regions that the user marked -> their nodes
+    metadata.py         example values of nodes, compared and filled in
     check_mask.py       find_attention's proof that a mask hides the slots without a token, and only those
     graph_utils.py      what they share: the marker, walking through views, erasing what died
 
@@ -19,12 +22,24 @@ from .emit_scores import emit_scores
 from .evict import evict
 from .find_attention import AttentionSite, find_attention
 from .graph_utils import Marker, PassResult, Rewrite, find_marker
+from .inline_regions import has_marker, inline_regions
 from .lower import lower
+from .outline_layers import outline_layers
 from .update_momentum import update_momentum
 
-PASSES = (find_attention, emit_scores, update_momentum, evict, lower)
+PASSES = (find_attention, emit_scores, update_momentum, evict, lower, outline_layers)
 
-__all__ = ["PASSES", "AttentionSite", "Marker", "PassResult", "Rewrite", "find_marker", "run_passes"]
+__all__ = [
+    "PASSES",
+    "AttentionSite",
+    "Marker",
+    "PassResult",
+    "Rewrite",
+    "find_marker",
+    "has_marker",
+    "inline_regions",
+    "run_passes",
+]
 
 
 def run_passes(rewrite: Rewrite) -> tuple[PassResult, ...]:
@@ -36,6 +51,6 @@ def run_passes(rewrite: Rewrite) -> tuple[PassResult, ...]:
     results = []
     for run in PASSES:
         results.append(run(rewrite))
-        rewrite.gm.graph.lint()
+    rewrite.graph.lint()
     rewrite.gm.recompile()
     return tuple(results)

@@ -95,6 +95,7 @@ def find_attention(rewrite: Rewrite) -> PassResult:
     layer_of = {key: index for index, key in enumerate(marker.keys)}
     sites: dict[int, AttentionSite] = {}
     refused: dict[int, tuple[fx.Node, Refusal]] = {}
+    masks: dict[fx.Node, fx.Node] = {}
     skipped = []
     for node in rewrite.graph.nodes:
         if not _is_attention(node):
@@ -108,7 +109,7 @@ def find_attention(rewrite: Rewrite) -> PassResult:
             layer = layer_of[root]
             if layer in sites:
                 raise Refusal(f"a second attention reads the keys of layer {layer} (first: '{sites[layer].output}')")
-            sites[layer] = _check(candidate, layer, marker)
+            sites[layer] = _check(candidate, layer, marker, masks)
         except Refusal as refusal:
             for layer in reached:
                 refused.setdefault(layer, (node, refusal))
@@ -246,7 +247,7 @@ def _reads(node: Any, marker: Marker) -> bool:
 # ---------------------------------------------------------------------- checking
 
 
-def _check(candidate: _Candidate, layer: int, marker: Marker) -> AttentionSite:
+def _check(candidate: _Candidate, layer: int, marker: Marker, masks: dict[fx.Node, fx.Node]) -> AttentionSite:
     value = unwrap_repeat(candidate.value)
     if value is not marker.values[layer]:
         raise Refusal(f"its values are not the slot buffer of layer {layer}, but computed by {_describe(value)}")
@@ -267,7 +268,9 @@ def _check(candidate: _Candidate, layer: int, marker: Marker) -> AttentionSite:
             f"its query, keys, values and output are not of one dtype, but {', '.join(sorted(map(str, dtypes)))}"
         )
     _check_untouched(candidate, query, marker)
-    mask = None if candidate.mask is None else check_mask(candidate.mask, marker)
+    mask = candidate.mask
+    if mask is not None and mask not in masks:  # checked once, as layers mostly share it
+        masks[mask] = check_mask(mask, marker)
     if mask is not None and candidate.form == "softmax" and dtype_of(mask) == torch.bool:
         raise Refusal("its mask is boolean and added to the logits, as 0 and 1")
     return AttentionSite(

@@ -199,7 +199,7 @@ def unwrap_repeat(node: Any) -> Any:
     return unwrap_cast(picked.args[0]) if grows and merges else node
 
 
-_VIEWS = {
+VIEWS = {
     "view", "reshape", "transpose", "permute", "expand", "unsqueeze", "squeeze", "flatten", "unflatten", "detach",
     "narrow", "select", "split", "chunk", "unbind", "contiguous", "to", "float",
 }  # fmt: skip
@@ -211,16 +211,17 @@ def mutation_of(node: fx.Node) -> fx.Node | None:
     while todo:
         current = todo.pop()
         for user in current.users:
-            if _writes(user, current):
+            if writes(user, current):
                 return user
-            is_view = (user.op == "call_method" and user.target in _VIEWS) or calls(user, "", operator.getitem)
+            is_view = (user.op == "call_method" and user.target in VIEWS) or calls(user, "", operator.getitem)
             if is_view and user not in seen:
                 seen.add(user)
                 todo.append(user)
     return None
 
 
-def _writes(user: fx.Node, into: fx.Node) -> bool:
+def writes(user: fx.Node, into: fx.Node) -> bool:
+    """Whether `user` writes into its argument `into`."""
     if user.kwargs.get("out") is into or user.kwargs.get("inplace"):
         return True
     name = user.target if isinstance(user.target, str) else getattr(user.target, "__name__", "")

@@ -33,8 +33,8 @@ def _write_masks_once(rewrite: Rewrite) -> None:
             continue
         for place in places if node.target is SCORED else (_MASK,):
             mask = node.args[place]
-            if mask not in written:
-                written[mask] = rewrite.emit(node, inductor_cpu.materialize, mask)
+            if mask not in written:  # beside the mask, so that the first layer reads like the others
+                written[mask] = rewrite.emit(mask.next, inductor_cpu.materialize, mask)
             node.update_arg(place, written[mask])
 
 

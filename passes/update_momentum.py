@@ -43,7 +43,8 @@ def update_momentum(rewrite: Rewrite) -> PassResult:
             total = _blend(rewrite, score, total, score, weight, 1.0)
         moved = _blend(rewrite, total, rewrite.momentum, total, time, (1 - time) / weights)
     rewrite.moved = moved
-    rewrite.momentum = rewrite.emit(moved.next, torch.where, rewrite.live, moved, rewrite.momentum)
+    # At the end of the step, so that the last layer reads like the others (see outline_layers).
+    rewrite.momentum = rewrite.emit(rewrite.marker.node, torch.where, rewrite.live, moved, rewrite.momentum)
     return PassResult("update_momentum", (f"{len(scores)} of {layers} layers: {rule}",))
 
 
