@@ -138,6 +138,7 @@ def inertia(
     """
     settings = BackendOptions.of(options)
     if settings.passes and has_marker(gm):
+        debug.stage("rewriting its graph")
         before = debug.readable(gm)
         inline_regions(gm)
         marker = find_marker(gm.graph)
@@ -146,11 +147,11 @@ def inertia(
         debug.publish(debug.Explanation(results, before, debug.readable(gm)))
         if settings.backend == "inductor":
             example_inputs = with_shared_symbols(gm.graph, example_inputs)
-        # The first step of a large model takes a while, and a user who waits should be able to see for what.
-        debug.log.info("compiling a decode step of %d layers with %s", len(marker.keys), settings.backend)
+        inner = settings.backend if isinstance(settings.backend, str) else "its inner compiler"
+        debug.stage(f"compiling its {len(marker.keys)} layers with {inner}")
         began = time.perf_counter()
         compiled = _compile_inner(gm, example_inputs, settings)
-        debug.log.info("compiled the decode step in %.1f s", time.perf_counter() - began)
+        debug.log.info("compiled in %.1f s", time.perf_counter() - began)
         return compiled
     return _compile_inner(gm, example_inputs, settings)
 

@@ -1,4 +1,7 @@
-"""What the passes did to a decode graph: per-pass reports, the graph before and after, all of it in a folder."""
+"""What the passes did to a decode graph: per-pass reports, the graph before and after, all of it in a folder.
+
+And what a compile is doing while it lasts.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import contextvars
 import dataclasses
 import logging
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import fx
 
@@ -17,6 +20,11 @@ log = logging.getLogger("inertia_fx")
 
 _listeners: contextvars.ContextVar[tuple[list[Explanation], ...]] = contextvars.ContextVar(
     "inertia_fx_listeners", default=()
+)
+
+
+_watcher: contextvars.ContextVar[Callable[[str], None] | None] = contextvars.ContextVar(
+    "inertia_fx_watcher", default=None
 )
 
 
@@ -60,6 +68,24 @@ def publish(explanation: Explanation) -> None:
         log.info("%s", result)
     for listener in _listeners.get():
         listener.append(explanation)
+
+
+def stage(words: str) -> None:
+    """Tell the log, and :func:`watched` blocks, what is being done from now on."""
+    log.info("%s", words)
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher(words)
+
+
+@contextlib.contextmanager
+def watched(watcher: Callable[[str], None]) -> Iterator[None]:
+    """Call `watcher` with every :func:`stage` of the compiles inside the block."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
 
 
 def readable(gm: fx.GraphModule) -> str:

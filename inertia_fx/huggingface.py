@@ -19,6 +19,7 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
+from . import progress
 from .backend import inertia, own_code
 from .config import Config
 from .errors import (
@@ -42,7 +43,10 @@ _CACHE_NAMES = ("cache", "past_key_values")
 
 @dataclasses.dataclass
 class Runtime:
-    """What a compiled model carries besides the original: settings and its compiled steps (one per kind of step)."""
+    """What a compiled model carries besides the original: settings and its compiled steps (one per kind of step).
+
+    `compiled` holds the batch sizes for which each of them has run, and so has been compiled.
+    """
 
     config: Config
     compiler: Mapping[str, Any]
@@ -50,9 +54,10 @@ class Runtime:
     layers: int
     uid: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     steps: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
+    compiled: dict[tuple[Any, ...], set[int]] = dataclasses.field(default_factory=dict)
 
-    def step(self, config: Config, score: bool) -> Any:
-        """The compiled decode step for these settings, with or without scores."""
+    def step(self, config: Config, score: bool, rows: int) -> tuple[Any, bool]:
+        """The compiled decode step for these settings, with or without scores, and whether it is going to be compiled."""
         # Without scores no setting is left in the graph: one step serves them all.
         options = config.graph_options(score=True) if score else {"score": False}
         key = tuple(options.items())
@@ -60,7 +65,9 @@ class Runtime:
             self.steps[key] = torch.compile(
                 own_code(_decode), backend=inertia, fullgraph=True, options=options | dict(self.compiler)
             )
-        return self.steps[key]
+        first = rows not in self.compiled.setdefault(key, set())
+        self.compiled[key].add(rows)
+        return self.steps[key], first
 
 
 def _decode(
@@ -183,9 +190,9 @@ class _Compiled:
             arguments["position_ids"] = torch.full((1, 1), cache._seen, device=device)
         assert cache.config is not None
         additive = config._attn_implementation == "eager"
-        step = self._inertia.step(cache.config, cache.refreshing)
+        step, first = self._inertia.step(cache.config, cache.refreshing, rows)
         try:
-            with cache.step(rows), torch.no_grad():
+            with cache.step(rows), torch.no_grad(), progress.compiling(first):
                 return step(self, self._inertia_base.forward, cache, self._inertia.cache_name, additive, arguments)
         except torch._dynamo.exc.BackendCompilerFailed as failure:
             if isinstance(failure.inner_exception, InertiaError):
