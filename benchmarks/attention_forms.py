@@ -35,11 +35,11 @@ def matrix_products(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
 
 
 def inductor_cpu_full(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
-    return inductor_cpu.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention", False)
+    return inductor_cpu.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention", HEADS // KV_HEADS, False)
 
 
 def inductor_cpu_half(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
-    return inductor_cpu.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention", True)
+    return inductor_cpu.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention", HEADS // KV_HEADS, True)
 
 
 FORMS = (sdpa, matrix_products, inductor_cpu_full, inductor_cpu_half)

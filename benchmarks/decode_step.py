@@ -1,6 +1,6 @@
 """One decode step of SmolLM2-135M: inertia_fx against the best compiled full cache, in one process, in turns.
 
-    python benchmarks/decode_step.py [--prompts 4096,8192] [--dtype bfloat16] [--rounds 15] [--quick]
+    python benchmarks/decode_step.py [--prompts 4096,8192] [--dtype bfloat16] [--rounds 15] [--freezing] [--quick]
 
 Each row is the median over all rounds; a round times a few steps of every contender one after the other, so that a
 machine that slows down slows all of them. One thread. Cache contents are random (a step costs the same whatever the
@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
-import pathlib
 import platform
 import statistics
 import sys
@@ -24,14 +23,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import transformers
+from result_tables import Results
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 import inertia_fx
 from inertia_fx import models
 
-RESULTS = pathlib.Path(__file__).parent / "results"
+COLUMNS = ("step", "ms", "faster", "floor", "cached", "K/V MiB", "start, s")
+"""The last one: what the first three steps took, compile included. Equal graphs are compiled once per process."""
 
 
 @dataclasses.dataclass
@@ -63,9 +63,9 @@ def storage(cache: Any) -> int:
     return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
 
 
-def full_cache(model: Any, tokens: int, room: int, static: bool, backend: str) -> Contender:
+def full_cache(model: Any, tokens: int, room: int, static: bool, backend: str, options: Any) -> Contender:
     """The peer: the model's own step under torch.compile, with transformers' DynamicCache or StaticCache."""
-    kind = "StaticCache" if static else "DynamicCache"
+    kind = "static" if static else "dynamic"
     if static:
         cache = transformers.StaticCache(config=model.config, max_cache_len=tokens + room)
     else:
@@ -78,13 +78,13 @@ def full_cache(model: Any, tokens: int, room: int, static: bool, backend: str) -
     def forward(token: Any, positions: Any, cache: Any) -> Any:
         return model(token, position_ids=positions, past_key_values=cache, use_cache=True).logits
 
-    compiled = torch.compile(forward, backend=backend)
+    compiled = torch.compile(forward, backend=backend, options=options)
 
     def step() -> None:
         compiled(token, torch.tensor([[position[0]]]), cache)
         position[0] += 1
 
-    return Contender(f"full cache, {kind}, compiled", step, lambda: position[0], lambda: storage(cache))
+    return Contender(f"full cache, {kind}", step, lambda: position[0], lambda: storage(cache))
 
 
 def bounded(model: Any, tokens: int, name: str, **settings: Any) -> Contender:
@@ -129,54 +129,60 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each contender per round")
     parser.add_argument("--model", default=None, help="local folder or hub name; default SmolLM2-135M-Instruct")
     parser.add_argument(
+        "--freezing", action="store_true", help="compile all of them with Inductor's freezing, which packs the weights"
+    )
+    parser.add_argument(
         "--quick", action="store_true", help="few rounds, inner compiler 'eager': tries the script only"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()  # ours is there already
     dtype = getattr(torch, arguments.dtype)
     rounds = 2 if arguments.quick else arguments.rounds
-    command = " ".join(["python benchmarks/decode_step.py", *sys.argv[1:]])
-    lines = [
-        f"`{command}`: torch {torch.__version__}, transformers {transformers.__version__},"
-        f" {arguments.dtype}, 1 thread of {platform.processor() or platform.machine()}"
-        f" ({torch.backends.cpu.get_cpu_capability()}), medians of {rounds * arguments.steps} steps\n",
-        "| prompt | step | ms | against the best full cache | cached tokens | K/V MiB | first 3 steps, s |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    console = Console()
+    options = {"freezing": True} if arguments.freezing else None
+    results = Results(
+        f"decode_step_{arguments.dtype}" + ("_freezing" if arguments.freezing else ""),
+        f"`{' '.join(['python benchmarks/decode_step.py', *sys.argv[1:]])}`: torch {torch.__version__},"
+        f" transformers {transformers.__version__}, {arguments.dtype}, 1 thread of"
+        f" {platform.processor() or platform.machine()} ({torch.backends.cpu.get_cpu_capability()}), medians of"
+        f" {rounds * arguments.steps} steps",
+        "",
+        "faster: than the best full cache. floor: against our step with one token in the cache, what a step costs"
+        " without attention.",
+    )
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True,
                   console=Console(stderr=True)) as progress, torch.no_grad():  # fmt: skip
         task = progress.add_task("loading the model", total=None)
         model, _ = models.load(arguments.model, dtype)
         progress.remove_task(task)
         backend = "eager" if arguments.quick else "inductor"
-        compiled = inertia_fx.compile(model, ratio=0.9, backend=backend)
+        compiled = inertia_fx.compile(model, ratio=0.9, backend=backend, options=options)
         for tokens in map(int, arguments.prompts.split(",")):
-            contenders = [full_cache(model, tokens, 64 + 8 * rounds, static, backend) for static in (True, False)]
+            contenders = [
+                full_cache(model, tokens, 64 + 8 * rounds, static, backend, options) for static in (True, False)
+            ]
             contenders += [
                 bounded(compiled, tokens, "full refresh", ratio=0.9),
                 bounded(compiled, tokens, "Lazy4", ratio=0.9, refresh_every=4),
                 bounded(compiled, tokens, "Score-Free", ratio=0.9, refresh_every=None),
+                bounded(compiled, 1, "one token", budget=1),
             ]
             measure(contenders, rounds, arguments.steps, progress)
             best = min(contender.milliseconds for contender in contenders[:2])
-            table = Table(title=f"decode step at a prompt of {tokens:,} tokens, ratio 0.9")
-            for column in ("step", "ms", "×", "cached", "K/V MiB"):
-                table.add_column(column, justify="left" if column == "step" else "right")
+            floor = contenders[-1].milliseconds
+            heading = f"A prompt of {tokens:,} tokens, ratio 0.9"
+            results.begin(heading, COLUMNS, left=("step",), heading=heading)
             for contender in contenders:
-                cells = (
+                ours = contender not in contenders[:2]
+                results.row(
                     contender.name, f"{contender.milliseconds:.1f}", f"{best / contender.milliseconds:.2f}",
-                    f"{contender.cached():,}", f"{contender.nbytes() / 2**20:.1f}",
+                    f"{contender.milliseconds / floor:.2f}" if ours else "", f"{contender.cached():,}",
+                    f"{contender.nbytes() / 2**20:.1f}", f"{contender.first:.0f}",
                 )  # fmt: skip
-                table.add_row(*cells)
-                lines.append(f"| {tokens} | {' | '.join(cells)} | {contender.first:.0f} |")
-            console.print(table)
+            results.end()
     if not arguments.quick:
-        RESULTS.mkdir(exist_ok=True)
-        target = RESULTS / f"decode_step_{arguments.dtype}.md"
-        target.write_text("\n".join(lines) + "\n")
-        console.print(f"written to {target}")
+        results.write()
 
 
 if __name__ == "__main__":

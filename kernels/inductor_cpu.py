@@ -1,12 +1,14 @@
 """The same maths as `reference.py`, in the form that Inductor compiles best on CPUs. Shapes as there.
 
-Two things differ. Sums over the slots run in fp64, see :func:`total`. And half-precision products are written as
-multiply-and-sum, which Inductor fuses into one loop that reads K or V once and converts as it goes; as matrix products
-they would go to a library that, on CPUs without bf16 instructions, takes two to four times as long
-(`benchmarks/attention_forms.py`).
+Two things differ. Sums over the slots run in fp64, see :func:`total`. And products with K, in half precision also with
+V, are written as multiply-and-sum, head by head of a group: Inductor fuses the heads into one loop that reads and
+converts K or V once for all of them. As matrix products they would go to a library that, on CPUs without bf16
+instructions, takes two to four times as long (`benchmarks/attention_forms.py`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -33,34 +35,46 @@ def materialize(tensor: Tensor) -> Tensor:
     return tensor.as_strided(tensor.size(), tensor.stride())
 
 
+_UNROLLED = 8
+"""Heads of a group in one loop, at most: more would not fit into registers."""
+
+
+def _by_head(heads: Tensor, group: int, function: Callable[[Tensor], Tensor]) -> Tensor:
+    """`function` of some heads of every group at a time, [B, N, G, ...] -> [B, N, G, ...] put together again."""
+    unrolled = max(count for count in range(1, min(group, _UNROLLED) + 1) if group % count == 0)
+    parts = heads.unflatten(2, (group // unrolled, unrolled))
+    return torch.stack([function(parts[:, :, :, index]) for index in range(unrolled)], 3).flatten(2, 3)
+
+
 def _exponentials(
-    query: Tensor, key: Tensor, mask: Tensor, scale: float, kv_heads: int, half: bool
+    query: Tensor, key: Tensor, mask: Tensor, scale: float, kv_heads: int, group: int
 ) -> tuple[Tensor, Tensor]:
     """exp(logits - max) [B, N, G, S] and its sum over the slots [B, N, G, 1], both fp32."""
-    grouped = group_queries(query, kv_heads)
-    if half:
-        grouped = materialize(grouped.float() * scale)
-        logits = (grouped.unsqueeze(3) * key.float().unsqueeze(2)).sum(-1)
-    else:
-        logits = torch.matmul(grouped, key.transpose(2, 3)).float() * scale
+    grouped = materialize(group_queries(query, kv_heads).float() * scale)
+    keys = key.float().unsqueeze(2)
+    logits = _by_head(grouped, group, lambda heads: (heads.unsqueeze(3) * keys).sum(-1))
     logits = logits + mask
     exponentials = torch.exp(logits - logits.amax(-1, keepdim=True))
     return exponentials, total(exponentials)
 
 
-def _output(exponentials: Tensor, sums: Tensor, value: Tensor, half: bool) -> Tensor:
+def _output(exponentials: Tensor, sums: Tensor, value: Tensor, group: int, half: bool) -> Tensor:
     if half:
-        weighted = (exponentials.unsqueeze(4) * value.float().unsqueeze(2)).sum(3, dtype=torch.float64).float()
+        values = value.float().unsqueeze(2)
+        weighted = _by_head(
+            exponentials, group, lambda heads: (heads.unsqueeze(4) * values).sum(3, dtype=torch.float64)
+        )
+        weighted = weighted.float()
     else:
         weighted = torch.matmul(exponentials, value.float())
     return (weighted / sums).to(value.dtype).flatten(1, 2).unsqueeze(2)
 
 
 def slot_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, kv_heads: int, half: bool
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, kv_heads: int, group: int, half: bool
 ) -> Tensor:
-    """As :func:`reference.slot_attention`; `half` says whether K and V are in half precision."""
-    return _output(*_exponentials(query, key, mask, scale, kv_heads, half), value, half)
+    """As :func:`reference.slot_attention`; `group` is G, `half` says whether K and V are in half precision."""
+    return _output(*_exponentials(query, key, mask, scale, kv_heads, group), value, group, half)
 
 
 def scored_attention(
@@ -72,9 +86,10 @@ def scored_attention(
     scale: float,
     kv_heads: int,
     scorer: str,
+    group: int,
     half: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`reference.scored_attention`; `half` says whether K and V are in half precision."""
-    exponentials, sums = _exponentials(query, key, mask, scale, kv_heads, half)
+    """As :func:`reference.scored_attention`; `group` is G, `half` says whether K and V are in half precision."""
+    exponentials, sums = _exponentials(query, key, mask, scale, kv_heads, group)
     scores = pooled_scores(exponentials / sums, value, live, scorer, total)
-    return _output(exponentials, sums, value, half), scores
+    return _output(exponentials, sums, value, group, half), scores

@@ -42,7 +42,7 @@ def _inline(rewrite: Rewrite) -> tuple[str, ...]:
     """What is left of our operators as plain aten; one line for each attention."""
     form = "inductor_cpu" if rewrite.kernels == "inductor_cpu" else "reference"
     kernels: Any = inductor_cpu if form == "inductor_cpu" else reference
-    half = (_is_half(rewrite),) if form == "inductor_cpu" else ()
+    half = rewrite.marker.keys[0].meta["example_value"].dtype.itemsize == 2
     lines = []
     for node in list(rewrite.graph.nodes):
         if node.op != "call_function":
@@ -51,10 +51,8 @@ def _inline(rewrite: Rewrite) -> tuple[str, ...]:
             replace(rewrite.graph, node, rewrite.emit(node, reference.blend, *node.args))
         elif node.target in (SCORED, UNSCORED):
             attend = kernels.scored_attention if node.target is SCORED else kernels.slot_attention
+            group = node.args[0].meta["example_value"].shape[1] // node.args[1].meta["example_value"].shape[1]
+            more = (group, half) if form == "inductor_cpu" else ()
             lines.append(f"'{node.name}' -> aten ({form})")
-            replace(rewrite.graph, node, rewrite.emit(node, attend, *node.args, *half))
+            replace(rewrite.graph, node, rewrite.emit(node, attend, *node.args, *more))
     return tuple(lines)
-
-
-def _is_half(rewrite: Rewrite) -> bool:
-    return rewrite.marker.keys[0].meta["example_value"].dtype.itemsize == 2

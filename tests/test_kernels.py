@@ -20,7 +20,7 @@ shapes = st.fixed_dictionaries(
     {
         "rows": st.integers(1, 3),
         "kv_heads": st.integers(1, 3),
-        "groups": st.sampled_from([1, 2, 3, 5]),
+        "groups": st.sampled_from([1, 2, 3, 5, 9, 16]),  # the last two are not unrolled whole
         "slots": st.integers(2, 40),
         "width": st.sampled_from([1, 3, 8, 20]),
         "value_width": st.sampled_from([1, 4, 7]),
@@ -82,11 +82,12 @@ def test_scored_attention(dtype: torch.dtype, scorer: str, shape: dict[str, int]
     output, scores = definition(query, key, value, live, scale, scorer)
     tolerance = TOLERANCE[dtype]
     arguments = (query, key, value, additive(live))
+    group = query.shape[1] // kv_heads
     forms = {
         "reference": reference.scored_attention(*arguments, live, scale, kv_heads, scorer),
         "operator": ops.scored_attention(*arguments, live, scale, kv_heads, scorer),
-        "half": inductor_cpu.scored_attention(*arguments, live, scale, kv_heads, scorer, True),
-        "full": inductor_cpu.scored_attention(*arguments, live, scale, kv_heads, scorer, False),
+        "half": inductor_cpu.scored_attention(*arguments, live, scale, kv_heads, scorer, group, True),
+        "full": inductor_cpu.scored_attention(*arguments, live, scale, kv_heads, scorer, group, False),
     }
     for name, (got, got_scores) in forms.items():
         assert got.dtype == dtype
@@ -97,8 +98,8 @@ def test_scored_attention(dtype: torch.dtype, scorer: str, shape: dict[str, int]
     unscored = {
         "reference": reference.slot_attention(*arguments, scale, kv_heads),
         "operator": ops.slot_attention(*arguments, scale, kv_heads),
-        "half": inductor_cpu.slot_attention(*arguments, scale, kv_heads, True),
-        "full": inductor_cpu.slot_attention(*arguments, scale, kv_heads, False),
+        "half": inductor_cpu.slot_attention(*arguments, scale, kv_heads, group, True),
+        "full": inductor_cpu.slot_attention(*arguments, scale, kv_heads, group, False),
     }
     for name, got in unscored.items():
         torch.testing.assert_close(got.double(), output, rtol=tolerance, atol=tolerance, msg=name)
