@@ -171,7 +171,7 @@ def _decode(
     if not ours:
         for tensor in _buffers(cache):
             torch._dynamo.mark_dynamic(tensor, 2)
-    on_progress(f"{label}: compiling" + (" (takes one to two minutes on two cores)" if backend == "inductor" else ""))
+    on_progress(f"{label}: compiling" + (" (takes a minute or two on two cores)" if backend == "inductor" else ""))
     tokens, seconds, kept = [int(logits[0, -1].argmax())], [], []
     for index in range(WARM_UP + TIMED):
         if index == WARM_UP:

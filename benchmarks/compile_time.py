@@ -1,0 +1,133 @@
+"""How long the first decode step of SmolLM2-135M takes: the model's own step compiled, ours layer by layer, ours.
+
+    python benchmarks/compile_time.py [--dtype bfloat16] [--rounds 1] [--quick]
+
+Every figure is taken in a process of its own: cold with an empty Inductor cache, warm with the cache that the cold one
+left. The contenders take turns. The step itself is timed on one thread. Cache contents are random (4,096 tokens). With
+several rounds the medians are shown. Writes benchmarks/results/compile_time_DTYPE.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+TOKENS = 4096
+CONTENDERS = {
+    "static": "full cache, static",
+    "dynamic": "full cache, dynamic",
+    "layers": "inertia_fx, regions=False",
+    "ours": "inertia_fx",
+}
+
+
+def first_step(kind: str, model: str | None, dtype: str, backend: str) -> dict[str, Any]:
+    """What runs in a process of its own: seconds of the first step, milliseconds of the later ones."""
+    import torch
+    import transformers
+    from decode_step import bounded, random_layers
+
+    import inertia_fx
+    from inertia_fx import models
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    loaded, _ = models.load(model, getattr(torch, dtype))
+    if kind in ("ours", "layers"):
+        compiled = inertia_fx.compile(loaded, ratio=0.9, backend=backend, regions=kind == "ours")
+        run = bounded(compiled, TOKENS, kind, ratio=0.9).step
+    else:
+        if kind == "static":
+            cache: Any = transformers.StaticCache(config=loaded.config, max_cache_len=TOKENS + 64)
+        else:
+            cache = transformers.DynamicCache(config=loaded.config)
+        for index, (key, value) in enumerate(random_layers(loaded, TOKENS)):
+            cache.update(key, value, index)
+            if kind == "dynamic":  # one graph for any length from the first step on
+                for tensor in (cache.layers[index].keys, cache.layers[index].values):
+                    torch._dynamo.mark_dynamic(tensor, 2)
+        token, position = torch.tensor([[5]]), torch.tensor([[TOKENS]])
+
+        def forward() -> Any:
+            return loaded(token, position_ids=position, past_key_values=cache, use_cache=True).logits
+
+        run = torch.compile(forward, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        began = time.perf_counter()
+        run()
+        first = time.perf_counter() - began
+        torch.set_num_threads(1)
+        times = []
+        for _ in range(20):
+            began = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - began)
+    return {"first": first, "ms": statistics.median(times) * 1e3, "torch": torch.__version__}
+
+
+def measured(kind: str, arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", kind, "--dtype", arguments.dtype]
+    command += ["--quick"] if arguments.quick else []
+    command += ["--model", arguments.model] if arguments.model else []
+    here = pathlib.Path(__file__).parent
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
+    done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{CONTENDERS[kind]} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--model", default=None, help="local folder or hub name; default SmolLM2-135M-Instruct")
+    parser.add_argument("--quick", action="store_true", help="inner compiler 'eager': tries the script only")
+    parser.add_argument("--child", choices=CONTENDERS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.child:
+        backend = "eager" if arguments.quick else "inductor"
+        print(json.dumps(first_step(arguments.child, arguments.model, arguments.dtype, backend)))
+        return
+
+    from result_tables import Results
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    taken: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True,
+                  console=Console(stderr=True)) as progress:  # fmt: skip
+        for _ in range(arguments.rounds):
+            for kind, name in CONTENDERS.items():
+                with tempfile.TemporaryDirectory() as folder:
+                    for state in ("cold", "warm"):
+                        task = progress.add_task(f"{state}: {name}", total=None)
+                        taken.setdefault((kind, state), []).append(measured(kind, arguments, folder))
+                        progress.remove_task(task)
+    version = taken["ours", "cold"][0]["torch"]
+    command = " ".join(["python benchmarks/compile_time.py", *sys.argv[1:]])
+    results = Results(
+        f"compile_time_{arguments.dtype}",
+        f"`{command}`: torch {version}, {arguments.dtype}, {os.cpu_count()} cores, a prompt of {TOKENS:,} tokens",
+    )
+    results.begin(
+        "the first decode step of a process", ("step", "cold, s", "warm, s", "later steps, ms"), left=("step",)
+    )
+    for kind, name in CONTENDERS.items():
+        cells = [f"{statistics.median(run['first'] for run in taken[kind, state]):.1f}" for state in ("cold", "warm")]
+        results.row(name, *cells, f"{statistics.median(run['ms'] for run in taken[kind, 'warm']):.1f}")
+    results.end()
+    if not arguments.quick:
+        results.write()
+
+
+if __name__ == "__main__":
+    main()
