@@ -1,4 +1,4 @@
-"""How long the first decode step of SmolLM2-135M takes: the model's own step compiled, ours layer by layer, ours.
+"""How long the first decode step of SmolLM2-135M takes, and what Inductor's options add to it and take off the step.
 
     python benchmarks/compile_time.py [--dtype bfloat16] [--rounds 1] [--quick]
 
@@ -24,9 +24,13 @@ TOKENS = 4096
 CONTENDERS = {
     "static": "full cache, static",
     "dynamic": "full cache, dynamic",
-    "layers": "inertia_fx, regions=False",
     "ours": "inertia_fx",
+    "layers": "regions=False",
+    "freezing": "freezing",
+    "autotune": "freezing, max_autotune",
+    "layers_autotune": "regions=False, freezing, max_autotune",
 }
+"""All but the first two are `inertia_fx.compile`, with what their names say."""
 
 
 def first_step(kind: str, model: str | None, dtype: str, backend: str) -> dict[str, Any]:
@@ -41,8 +45,11 @@ def first_step(kind: str, model: str | None, dtype: str, backend: str) -> dict[s
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     loaded, _ = models.load(model, getattr(torch, dtype))
-    if kind in ("ours", "layers"):
-        compiled = inertia_fx.compile(loaded, ratio=0.9, backend=backend, regions=kind == "ours")
+    if kind not in ("static", "dynamic"):
+        options = {name: True for name in ("freezing", "max_autotune") if name in CONTENDERS[kind]}
+        options = options if backend == "inductor" else {}
+        regions = not kind.startswith("layers")
+        compiled = inertia_fx.compile(loaded, ratio=0.9, backend=backend, regions=regions, options=options or None)
         run = bounded(compiled, TOKENS, kind, ratio=0.9).step
     else:
         if kind == "static":

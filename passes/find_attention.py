@@ -95,7 +95,7 @@ def find_attention(rewrite: Rewrite) -> PassResult:
     layer_of = {key: index for index, key in enumerate(marker.keys)}
     sites: dict[int, AttentionSite] = {}
     refused: dict[int, tuple[fx.Node, Refusal]] = {}
-    masks: dict[fx.Node, fx.Node] = {}
+    masks: set[fx.Node] = set()
     skipped = []
     for node in rewrite.graph.nodes:
         if not _is_attention(node):
@@ -247,7 +247,7 @@ def _reads(node: Any, marker: Marker) -> bool:
 # ---------------------------------------------------------------------- checking
 
 
-def _check(candidate: _Candidate, layer: int, marker: Marker, masks: dict[fx.Node, fx.Node]) -> AttentionSite:
+def _check(candidate: _Candidate, layer: int, marker: Marker, masks: set[fx.Node]) -> AttentionSite:
     value = unwrap_repeat(candidate.value)
     if value is not marker.values[layer]:
         raise Refusal(f"its values are not the slot buffer of layer {layer}, but computed by {_describe(value)}")
@@ -270,7 +270,7 @@ def _check(candidate: _Candidate, layer: int, marker: Marker, masks: dict[fx.Nod
     _check_untouched(candidate, query, marker)
     mask = candidate.mask
     if mask is not None and mask not in masks:  # checked once, as layers mostly share it
-        masks[mask] = check_mask(mask, marker)
+        masks.add(check_mask(mask, marker))
     if mask is not None and candidate.form == "softmax" and dtype_of(mask) == torch.bool:
         raise Refusal("its mask is boolean and added to the logits, as 0 and 1")
     return AttentionSite(

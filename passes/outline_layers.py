@@ -82,12 +82,12 @@ def _layers(rewrite: Rewrite) -> list[list[fx.Node]] | None:
         return None
     # What lies before the first write, and behind each one up to the next.
     start, *between = [nodes[begin:end] for begin, end in zip(begins, ends, strict=True)]
-    written = [nodes[begin:end] for begin, end in borders]
+    writes_of = [nodes[begin:end] for begin, end in borders]
     cut = _shared([_signature(stretch, set()) for stretch in between])
     before = [stretch[cut:] for stretch in between[:-1]]
     width = max((len(stretch) for stretch in before), default=0)
     before = [start[len(start) - width :], *before]
-    return [[*a, *b, *c[:cut]] for a, b, c in zip(before, written, between, strict=True)]
+    return [[*a, *b, *c[:cut]] for a, b, c in zip(before, writes_of, between, strict=True)]
 
 
 def _shared(signatures: list[list[Any]]) -> int:
@@ -154,7 +154,8 @@ def _storages(values: Sequence[Any]) -> list[int]:
 
 def _sees_writes_twice(nodes: list[fx.Node], buffers: set[fx.Node]) -> bool:
     """Whether a view of what is written comes from outside: inside it would be a tensor of its own."""
-    written, read = [], []
+    written: list[int] = []
+    read: list[int] = []
     for node in _given(nodes):
         (written if node in buffers else read).extend(_storages([node.meta["example_value"]]))
     return not set(written).isdisjoint(read)
