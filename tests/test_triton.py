@@ -23,7 +23,7 @@ from inertia_fx.kernels.plan import Plan, plan_for
 from inertia_fx.passes import graph_utils, run_passes
 from tests import interpreted, plain
 from tests.test_kernels import TOLERANCE, additive, definition, states
-from tests.test_passes import count, prompted, rewrite_of, steps, traced
+from tests.test_passes import by_name, count, prompted, rewrite_of, steps, traced
 
 # Scores come from fp32 sums of products of the inputs, in any dtype; outputs from probabilities in the inputs' dtype.
 SCORES = 1e-5
@@ -256,7 +256,7 @@ def test_lowered_to_kernels(on_triton: None, options: dict[str, Any], expect: di
     gm = traced(layers=3)
     results = run_passes(rewrite_of(gm, **options))
     assert operators(gm) == expect | {"triton_enter": 1, "triton_evict": 1}
-    assert len(results[-1].matched) == 3 + 1
+    assert len(by_name(results)["lower"].matched) == 3 + 1
     # The mask, and the liveness where scores are read, are written to memory once for all layers.
     assert count(gm)["as_strided"] == (1 if options.get("score") is False else 2)
     assert count(gm)["copy_"] == count(gm)["argmin"] == count(gm)["amin"] == 0
@@ -267,7 +267,7 @@ def test_what_the_kernels_do_not_take_is_said(on_triton: None, monkeypatch: pyte
 
     monkeypatch.setattr(plan, "MAX_WIDTH", 4)
     gm = traced(layers=3)
-    result = run_passes(rewrite_of(gm))[-1]
+    result = by_name(run_passes(rewrite_of(gm)))["lower"]
     assert len(result.skipped) == 3
     assert all("head width 8 (the kernels take up to 4)" in line for line in result.skipped)
     assert operators(gm) == {"triton_enter": 1, "triton_evict": 1}
