@@ -45,7 +45,7 @@ _CACHE_NAMES = ("cache", "past_key_values")
 class Runtime:
     """What a compiled model carries besides the original: settings and its compiled steps (one per kind of step).
 
-    `compiled` holds the batch sizes for which each of them has run, and so has been compiled.
+    `compiled` holds which of them (by id) have run for which batch size, and so have been compiled.
     """
 
     config: Config
@@ -54,10 +54,10 @@ class Runtime:
     layers: int
     uid: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     steps: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
-    compiled: dict[tuple[Any, ...], set[int]] = dataclasses.field(default_factory=dict)
+    compiled: set[tuple[int, int]] = dataclasses.field(default_factory=set)
 
-    def step(self, config: Config, score: bool, rows: int) -> tuple[Any, bool]:
-        """The compiled decode step for these settings, with or without scores, and whether it is going to be compiled."""
+    def step(self, config: Config, score: bool) -> Any:
+        """The compiled decode step for these settings, with or without scores."""
         # Without scores no setting is left in the graph: one step serves them all.
         options = config.graph_options(score=True) if score else {"score": False}
         key = tuple(options.items())
@@ -65,9 +65,13 @@ class Runtime:
             self.steps[key] = torch.compile(
                 own_code(_decode), backend=inertia, fullgraph=True, options=options | dict(self.compiler)
             )
-        first = rows not in self.compiled.setdefault(key, set())
-        self.compiled[key].add(rows)
-        return self.steps[key], first
+        return self.steps[key]
+
+    def compiles(self, step: Any, rows: int) -> bool:
+        """Whether this is the first time that a step runs for a batch of this size."""
+        known = len(self.compiled)
+        self.compiled.add((id(step), rows))
+        return len(self.compiled) > known
 
 
 def _decode(
@@ -190,9 +194,9 @@ class _Compiled:
             arguments["position_ids"] = torch.full((1, 1), cache._seen, device=device)
         assert cache.config is not None
         additive = config._attn_implementation == "eager"
-        step, first = self._inertia.step(cache.config, cache.refreshing, rows)
+        step = self._inertia.step(cache.config, cache.refreshing)
         try:
-            with cache.step(rows), torch.no_grad(), progress.compiling(first):
+            with cache.step(rows), torch.no_grad(), progress.compiling(self._inertia.compiles(step, rows)):
                 return step(self, self._inertia_base.forward, cache, self._inertia.cache_name, additive, arguments)
         except torch._dynamo.exc.BackendCompilerFailed as failure:
             if isinstance(failure.inner_exception, InertiaError):
