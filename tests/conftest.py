@@ -40,6 +40,8 @@ MEASURED = (
     "kernels",
     "passes",
     "plan",
+    "progress",
+    "regions",
     "propositions",
     "show",
     "strategies",
