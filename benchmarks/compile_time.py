@@ -21,23 +21,26 @@ import time
 from typing import Any
 
 TOKENS = 4096
-CONTENDERS = {
-    "static": "full cache, static",
-    "dynamic": "full cache, dynamic",
-    "ours": "inertia_fx",
-    "layers": "regions=False",
-    "freezing": "freezing",
-    "autotune": "freezing, max_autotune",
-    "layers_autotune": "regions=False, freezing, max_autotune",
+CONTENDERS: dict[str, dict[str, Any] | None] = {
+    "full cache, static": None,
+    "full cache, dynamic": None,
+    "inertia_fx": {},
+    "regions=False": {"regions": False},
+    "freezing": {"options": {"freezing": True}},
+    "freezing, max_autotune": {"options": {"freezing": True, "max_autotune": True}},
+    "regions=False, freezing, max_autotune": {
+        "regions": False,
+        "options": {"freezing": True, "max_autotune": True},
+    },
 }
-"""All but the first two are `inertia_fx.compile`, with what their names say."""
+"""Arguments of `inertia_fx.compile`; None is the model's own step with a full cache."""
 
 
-def first_step(kind: str, model: str | None, dtype: str, backend: str) -> dict[str, Any]:
+def first_step(name: str, model: str | None, dtype: str, backend: str) -> dict[str, Any]:
     """What runs in a process of its own: seconds of the first step, milliseconds of the later ones."""
     import torch
     import transformers
-    from decode_step import bounded, random_layers
+    from decode_step import bounded, filled_cache
 
     import inertia_fx
     from inertia_fx import models
@@ -45,22 +48,18 @@ def first_step(kind: str, model: str | None, dtype: str, backend: str) -> dict[s
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     loaded, _ = models.load(model, getattr(torch, dtype))
-    if kind not in ("static", "dynamic"):
-        options = {name: True for name in ("freezing", "max_autotune") if name in CONTENDERS[kind]}
-        options = options if backend == "inductor" else {}
-        regions = not kind.startswith("layers")
-        compiled = inertia_fx.compile(loaded, ratio=0.9, backend=backend, regions=regions, options=options or None)
-        run = bounded(compiled, TOKENS, kind, ratio=0.9).step
+    settings = CONTENDERS[name]
+    if settings is not None:
+        settings = settings if backend == "inductor" else {}  # options are Inductor's
+        compiled = inertia_fx.compile(loaded, ratio=0.9, backend=backend, **settings)
+        run = bounded(compiled, TOKENS, name, ratio=0.9).step
     else:
-        if kind == "static":
-            cache: Any = transformers.StaticCache(config=loaded.config, max_cache_len=TOKENS + 64)
-        else:
-            cache = transformers.DynamicCache(config=loaded.config)
-        for index, (key, value) in enumerate(random_layers(loaded, TOKENS)):
-            cache.update(key, value, index)
-            if kind == "dynamic":  # one graph for any length from the first step on
-                for tensor in (cache.layers[index].keys, cache.layers[index].values):
-                    torch._dynamo.mark_dynamic(tensor, 2)
+        static = name == "full cache, static"
+        cache = filled_cache(loaded, TOKENS, 64, static)
+        if not static:  # one graph for any length from the first step on
+            for layer in cache.layers:
+                torch._dynamo.mark_dynamic(layer.keys, 2)
+                torch._dynamo.mark_dynamic(layer.values, 2)
         token, position = torch.tensor([[5]]), torch.tensor([[TOKENS]])
 
         def forward() -> Any:
@@ -80,15 +79,15 @@ def first_step(kind: str, model: str | None, dtype: str, backend: str) -> dict[s
     return {"first": first, "ms": statistics.median(times) * 1e3, "torch": torch.__version__}
 
 
-def measured(kind: str, arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--child", kind, "--dtype", arguments.dtype]
+def measured(name: str, arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--child", name, "--dtype", arguments.dtype]
     command += ["--quick"] if arguments.quick else []
     command += ["--model", arguments.model] if arguments.model else []
     here = pathlib.Path(__file__).parent
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": folder}
     done = subprocess.run(command, cwd=here, env=environment, capture_output=True, text=True)
     if done.returncode:
-        raise SystemExit(f"{CONTENDERS[kind]} failed:\n{done.stderr}")
+        raise SystemExit(f"{name} failed:\n{done.stderr}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -113,13 +112,13 @@ def main() -> None:
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True,
                   console=Console(stderr=True)) as progress:  # fmt: skip
         for _ in range(arguments.rounds):
-            for kind, name in CONTENDERS.items():
+            for name in CONTENDERS:
                 with tempfile.TemporaryDirectory() as folder:
                     for state in ("cold", "warm"):
                         task = progress.add_task(f"{state}: {name}", total=None)
-                        taken.setdefault((kind, state), []).append(measured(kind, arguments, folder))
+                        taken.setdefault((name, state), []).append(measured(name, arguments, folder))
                         progress.remove_task(task)
-    version = taken["ours", "cold"][0]["torch"]
+    version = taken["inertia_fx", "cold"][0]["torch"]
     command = " ".join(["python benchmarks/compile_time.py", *sys.argv[1:]])
     results = Results(
         f"compile_time_{arguments.dtype}",
@@ -128,9 +127,9 @@ def main() -> None:
     results.begin(
         "the first decode step of a process", ("step", "cold, s", "warm, s", "later steps, ms"), left=("step",)
     )
-    for kind, name in CONTENDERS.items():
-        cells = [f"{statistics.median(run['first'] for run in taken[kind, state]):.1f}" for state in ("cold", "warm")]
-        results.row(name, *cells, f"{statistics.median(run['ms'] for run in taken[kind, 'warm']):.1f}")
+    for name in CONTENDERS:
+        cells = [f"{statistics.median(run['first'] for run in taken[name, state]):.1f}" for state in ("cold", "warm")]
+        results.row(name, *cells, f"{statistics.median(run['ms'] for run in taken[name, 'warm']):.1f}")
     results.end()
     if not arguments.quick:
         results.write()

@@ -1,6 +1,6 @@
 """One decode step of SmolLM2-135M: inertia_fx against the best compiled full cache, in one process, in turns.
 
-    python benchmarks/decode_step.py [--prompts 4096,8192] [--dtype bfloat16] [--rounds 15] [--freezing] [--quick]
+    python benchmarks/decode_step.py [--prompts 4096,8192] [--dtype bfloat16] [--rounds 15] [--quick]
 
 Each row is the median over all rounds; a round times a few steps of every contender one after the other, so that a
 machine that slows down slows all of them. One thread. Cache contents are random (a step costs the same whatever the
@@ -63,22 +63,28 @@ def storage(cache: Any) -> int:
     return sum(t.untyped_storage().nbytes() for layer in cache.layers for t in (layer.keys, layer.values))
 
 
-def full_cache(model: Any, tokens: int, room: int, static: bool, backend: str, options: Any) -> Contender:
-    """The peer: the model's own step under torch.compile, with transformers' DynamicCache or StaticCache."""
-    kind = "static" if static else "dynamic"
+def filled_cache(model: Any, tokens: int, room: int, static: bool) -> Any:
+    """transformers' StaticCache, with room for more tokens, or DynamicCache."""
     if static:
         cache = transformers.StaticCache(config=model.config, max_cache_len=tokens + room)
     else:
         cache = transformers.DynamicCache(config=model.config)
     for layer, (key, value) in enumerate(random_layers(model, tokens)):
         cache.update(key, value, layer)
+    return cache
+
+
+def full_cache(model: Any, tokens: int, room: int, static: bool, backend: str) -> Contender:
+    """The peer: the model's own step under torch.compile, with transformers' DynamicCache or StaticCache."""
+    kind = "static" if static else "dynamic"
+    cache = filled_cache(model, tokens, room, static)
     position = [tokens]
     token = torch.tensor([[5]])
 
     def forward(token: Any, positions: Any, cache: Any) -> Any:
         return model(token, position_ids=positions, past_key_values=cache, use_cache=True).logits
 
-    compiled = torch.compile(forward, backend=backend, options=options)
+    compiled = torch.compile(forward, backend=backend)
 
     def step() -> None:
         compiled(token, torch.tensor([[position[0]]]), cache)
@@ -129,9 +135,6 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3, help="timed steps of each contender per round")
     parser.add_argument("--model", default=None, help="local folder or hub name; default SmolLM2-135M-Instruct")
     parser.add_argument(
-        "--freezing", action="store_true", help="compile all of them with Inductor's freezing, which packs the weights"
-    )
-    parser.add_argument(
         "--quick", action="store_true", help="few rounds, inner compiler 'eager': tries the script only"
     )
     arguments = parser.parse_args()
@@ -140,9 +143,8 @@ def main() -> None:
     transformers.logging.disable_progress_bar()  # ours is there already
     dtype = getattr(torch, arguments.dtype)
     rounds = 2 if arguments.quick else arguments.rounds
-    options = {"freezing": True} if arguments.freezing else None
     results = Results(
-        f"decode_step_{arguments.dtype}" + ("_freezing" if arguments.freezing else ""),
+        f"decode_step_{arguments.dtype}",
         f"`{' '.join(['python benchmarks/decode_step.py', *sys.argv[1:]])}`: torch {torch.__version__},"
         f" transformers {transformers.__version__}, {arguments.dtype}, 1 thread of"
         f" {platform.processor() or platform.machine()} ({torch.backends.cpu.get_cpu_capability()}), medians of"
@@ -157,11 +159,9 @@ def main() -> None:
         model, _ = models.load(arguments.model, dtype)
         progress.remove_task(task)
         backend = "eager" if arguments.quick else "inductor"
-        compiled = inertia_fx.compile(model, ratio=0.9, backend=backend, options=options)
+        compiled = inertia_fx.compile(model, ratio=0.9, backend=backend)
         for tokens in map(int, arguments.prompts.split(",")):
-            contenders = [
-                full_cache(model, tokens, 64 + 8 * rounds, static, backend, options) for static in (True, False)
-            ]
+            contenders = [full_cache(model, tokens, 64 + 8 * rounds, static, backend) for static in (True, False)]
             contenders += [
                 bounded(compiled, tokens, "full refresh", ratio=0.9),
                 bounded(compiled, tokens, "Lazy4", ratio=0.9, refresh_every=4),
