@@ -1,4 +1,4 @@
-"""All that knows transformers models: `generate`, argument names, what is refused up front (its cache: next door).
+"""All that knows transformers models: `generate`, argument names (its cache, and what is refused: next door).
 
 The compiled model is a shallow copy of the original whose class is a dynamic subclass with the same name: `generate`
 and pipelines look methods up on the class and go by its name, so wrappers and patched instances would be bypassed.
@@ -9,15 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import inspect
 import uuid
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
-from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from . import progress
 from .backend import inertia, own_code
@@ -28,17 +25,21 @@ from .errors import (
     ConfigError,
     InertiaError,
     OutputError,
-    PositionBiasError,
     RecompileError,
     TrainingError,
     UndoError,
-    UnsupportedAttentionError,
     UnsupportedModelError,
 )
 from .huggingface_cache import InertiaCache
-
-_CACHE_NAMES = ("cache", "past_key_values")
-"""What a forward calls its cache: transformers 5.24 and later, and before."""
+from .huggingface_checks import (
+    CACHE_NAMES,
+    check_mask,
+    inspect_model,
+    padding_of,
+    parameters_of,
+    require_ours,
+    require_readable_attention,
+)
 
 
 @dataclasses.dataclass
@@ -108,7 +109,7 @@ class _Compiled:
                 "Assisted and prompt-lookup decoding take rejected tokens back, but an eviction cannot be undone:"
                 " generate without assistant_model / prompt_lookup_num_tokens, or with the uncompiled model."
             )
-        name = next((name for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
+        name = next((name for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
         if name is None and generation_config.use_cache is False:
             return super()._prepare_cache_for_generation(  # type: ignore[misc]
                 generation_config, model_kwargs, generation_mode, *args, **kwargs
@@ -121,14 +122,14 @@ class _Compiled:
         if name is None:
             model_kwargs[self._inertia.cache_name] = InertiaCache(self._inertia.config)
         else:
-            cache = _require_ours(model_kwargs[name])
+            cache = require_ours(model_kwargs[name])
             cache._is_user_defined = True
         return None
 
     def _prefill(
         self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        cache = next((model_kwargs[name] for name in _CACHE_NAMES if model_kwargs.get(name) is not None), None)
+        cache = next((model_kwargs[name] for name in CACHE_NAMES if model_kwargs.get(name) is not None), None)
         parent = super()._prefill  # type: ignore[misc]
         if not isinstance(cache, InertiaCache):
             return parent(input_ids, generation_config, model_kwargs, *args, **kwargs)
@@ -140,8 +141,8 @@ class _Compiled:
 
     def _inertia_forward(self, *args: Any, **kwargs: Any) -> Any:
         runtime, base = self._inertia, self._inertia_base
-        arguments = dict(zip(_parameters(base), args, strict=False)) | kwargs
-        given = [arguments.pop(name) for name in _CACHE_NAMES if name in arguments]
+        arguments = dict(zip(parameters_of(base), args, strict=False)) | kwargs
+        given = [arguments.pop(name) for name in CACHE_NAMES if name in arguments]
         cache = next((cache for cache in given if cache is not None), None)
         learning = self.training and torch.is_grad_enabled()  # type: ignore[attr-defined]
         if cache is None:
@@ -158,7 +159,7 @@ class _Compiled:
                 "An InertiaCache was passed to a model in training mode: what it evicts cannot be trained through."
                 " Call model.eval(), or pass no cache."
             )
-        cache = _require_ours(cache)
+        cache = require_ours(cache)
         tokens = arguments.get("input_ids")
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
@@ -172,7 +173,7 @@ class _Compiled:
 
     def _inertia_prompt(self, cache: InertiaCache, rows: int, width: int, arguments: dict[str, Any]) -> Any:
         mask = arguments.get("attention_mask")
-        padding = _padding(mask, cache._seen, rows, width)
+        padding = padding_of(mask, cache._seen, rows, width)
         with cache.prompt(rows, width, padding):
             if cache._seen:
                 arguments["attention_mask"] = cache.columns_mask(width, padding)
@@ -187,10 +188,10 @@ class _Compiled:
                     f"{name}=True on a decode step: the compiled step returns logits only. Ask for it on prompts"
                     " (several tokens), or use the uncompiled model."
                 )
-        _require_readable_attention(self)
+        require_readable_attention(self)
         # Its new column is not read: a decode step's token is real, and looking would make every step wait for the device.
-        _check_mask(arguments.pop("attention_mask", None), cache._seen, rows, 1)
-        if arguments.get("position_ids") is None and "position_ids" in _parameters(self._inertia_base):
+        check_mask(arguments.pop("attention_mask", None), cache._seen, rows, 1)
+        if arguments.get("position_ids") is None and "position_ids" in parameters_of(self._inertia_base):
             arguments["position_ids"] = torch.full((1, 1), cache._seen, device=device)
         assert cache.config is not None
         additive = config._attn_implementation == "eager"
@@ -215,11 +216,6 @@ class _Compiled:
 
 
 @functools.cache
-def _parameters(base: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(base.forward).parameters)[1:]
-
-
-@functools.cache
 def _compiled_class(base: Any) -> Any:
     """A subclass of `base` that passes for it: same name, same module, same signature of `forward`."""
 
@@ -240,7 +236,7 @@ def wrap(model: Any, config: Config, compiler: Mapping[str, Any]) -> Any:
     model = getattr(model, "_orig_mod", model)
     if isinstance(model, _Compiled):
         model = uncompiled(model)
-    name, layers = _inspect(model)
+    name, layers = inspect_model(model)
     base: Any = type(model)
     result = _twin(model, _compiled_class(base))
     result.__dict__["_inertia"] = Runtime(config, compiler, name, layers)
@@ -266,94 +262,3 @@ def _twin(model: Any, kind: Any) -> Any:
     if getattr(model, "generation_config", None) is not None:
         result.__dict__["generation_config"] = copy.deepcopy(model.generation_config)
     return result
-
-
-# ---------------------------------------------------------------------- what is refused, and when
-
-
-def _inspect(model: Any) -> tuple[str, int]:
-    """The forward's name for its cache and the number of cached layers, or a refusal."""
-    base: Any = type(model)
-    kind = base.__name__
-    if not isinstance(model, transformers.PreTrainedModel) or not callable(getattr(model, "generate", None)):
-        raise UnsupportedModelError(
-            f"{kind} is not a transformers model with generate(). For a decoder of your own, compile its step with"
-            ' torch.compile(step, backend="inertia_fx") and an InertiaCache (see the README).'
-        )
-    if model.config.is_encoder_decoder:
-        raise UnsupportedModelError(
-            f"{kind} is an encoder-decoder: its cross attention reads a cache that must not be evicted from."
-            " inertia_fx compiles decoder-only models; use this one uncompiled."
-        )
-    if "forward" in model.__dict__:
-        raise UnsupportedModelError(
-            f"{kind}.forward was replaced on the instance (accelerate hooks, a patch, or forward = torch.compile(...)),"
-            " which would hide the compiled step. Undo it first, for example with"
-            " accelerate.hooks.remove_hook_from_module(model, recurse=True)."
-        )
-    name = next((name for name in _CACHE_NAMES if name in _parameters(base)), None)
-    if name is None or not model._supports_default_dynamic_cache():
-        raise UnsupportedModelError(
-            f"{kind} keeps no key-value cache that attention reads, so there is nothing to evict: use it uncompiled."
-        )
-    config = model.config.get_text_config(decoder=True)
-    if config.model_type in ("bloom", "mpt") or getattr(config, "alibi", False):
-        raise PositionBiasError(
-            None, None, f"{kind} biases attention by distance (ALiBi), read off the place of a key in the cache,"
-            " which eviction changes",
-        )  # fmt: skip
-    layers = DynamicCache(config=config).layers
-    other = {index: type(layer).__name__ for index, layer in enumerate(layers) if type(layer) is not DynamicLayer}
-    if len(other) == len(layers) and not any("Sliding" in name for name in other.values()):
-        raise UnsupportedModelError(f"{kind} has no attention over a key-value cache: there is nothing to evict.")
-    if other:
-        index, name_of = next(iter(other.items()))
-        raise UnsupportedModelError(
-            f"{kind} has {len(other)} of {len(layers)} layers without full attention (layer {index} caches in a"
-            f" {name_of}): models that mix layer types are not supported yet. Use it uncompiled."
-        )
-    _require_readable_attention(model)
-    return name, len(layers)
-
-
-def _require_readable_attention(model: Any) -> None:
-    implementation = model.config._attn_implementation
-    if implementation not in ("sdpa", "eager"):
-        raise UnsupportedAttentionError(
-            None, None, f"attn_implementation={implementation!r} hides its probabilities from the graph",
-        )  # fmt: skip
-
-
-def _require_ours(cache: Any) -> InertiaCache:
-    if not isinstance(cache, InertiaCache):
-        raise CacheError(
-            f"A {type(cache).__name__} was passed to a compiled model, which keeps its tokens in an InertiaCache: pass"
-            " inertia_fx.InertiaCache() (or no cache at all), and let the prompt run through this model."
-        )
-    return cache
-
-
-def _padding(mask: Any, seen: int, rows: int, width: int) -> Tensor | None:
-    """The part of a 2-D attention mask that covers this forward's own tokens; ``None`` if all of them are real."""
-    if width == 0:
-        return None  # the cache refuses an empty prompt, and knows why
-    _check_mask(mask, seen, rows, width)
-    own = None if mask is None else mask[:, seen:].bool()
-    return None if own is None or bool(own.all()) else own
-
-
-def _check_mask(mask: Any, seen: int, rows: int, width: int) -> None:
-    if mask is None:
-        return
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        raise CacheError(
-            "attention_mask must be 2-D, [batch, tokens]: from a prepared mask one cannot tell which tokens are padding,"
-            " and padding must never be kept."
-        )
-    if mask.shape[0] != rows:
-        raise CacheError(f"attention_mask has {mask.shape[0]} rows and the forward {rows}: they must agree.")
-    if mask.shape[1] != seen + width:
-        raise CacheError(
-            f"attention_mask covers {mask.shape[1]} tokens, but {seen} are cached and {width} are new: pass"
-            f" {seen + width}."
-        )

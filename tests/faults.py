@@ -273,7 +273,7 @@ def entropy_over_all_slots(patch: Patch) -> None:
 
 
 def padding_scored(patch: Patch) -> None:
-    patch.setattr(huggingface, "_padding", lambda *given: None)
+    patch.setattr(huggingface, "padding_of", lambda *given: None)
 
 
 def state_shared_between_sequences(patch: Patch) -> None:
