@@ -62,6 +62,11 @@ def record() -> Iterator[list[Explanation]]:
         _listeners.reset(token)
 
 
+def is_recorded() -> bool:
+    """Whether there is a :func:`record` block around us."""
+    return bool(_listeners.get())
+
+
 def publish(explanation: Explanation) -> None:
     """Hand an explanation to every :func:`record` block around the compile, and to the log."""
     for result in explanation.results:

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import progress
-from .backend import inertia, own_code
+from . import progress, warm_start
 from .config import Config
 from .errors import (
     CacheError,
@@ -63,10 +62,12 @@ class Runtime:
         options = config.graph_options(score=True) if score else {"score": False}
         key = tuple(options.items())
         if key not in self.steps:
-            self.steps[key] = torch.compile(
-                own_code(_decode), backend=inertia, fullgraph=True, options=options | dict(self.compiler)
-            )
+            self.steps[key] = warm_start.Step(_decode, options | dict(self.compiler), _describe, _device)
         return self.steps[key]
+
+    def __reduce__(self) -> Any:
+        """A copy is another model to its caches, and has compiled nothing yet."""
+        return Runtime, (self.config, dict(self.compiler), self.cache_name, self.layers)
 
     def compiles(self, step: Any, rows: int) -> bool:
         """Whether this is the first time that a step runs for a batch of this size."""
@@ -93,6 +94,23 @@ def _decode(
     output = forward(model, **arguments, attention_mask=mask, **{cache_name: cache})
     cache.leave(entry)
     return output
+
+
+def _describe(
+    model: Any, forward: Any, cache: InertiaCache, cache_name: str, additive: bool, arguments: dict[str, Any]
+) -> str:
+    """What tells this decode step's compile from others', for its file on disk."""
+    given = [
+        (name, (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else repr(value))
+        for name, value in sorted(arguments.items())
+    ]
+    kind = (type(model).__module__, type(model).__qualname__, model.config.to_json_string())
+    assert cache.config is not None
+    return repr((kind, cache.layers[0].keys.dtype, cache.rows, cache.config, cache_name, additive, given))
+
+
+def _device(model: Any, forward: Any, cache: InertiaCache, *_: Any) -> str:
+    return cache.layers[0].keys.device.type
 
 
 class _Compiled:
@@ -137,7 +155,7 @@ class _Compiled:
             return parent(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _rebuild, (uncompiled(self), self._inertia.config, dict(self._inertia.compiler))
+        return _shell, (self._inertia_base,), self.__dict__
 
     def _inertia_forward(self, *args: Any, **kwargs: Any) -> Any:
         runtime, base = self._inertia, self._inertia_base
@@ -250,8 +268,10 @@ def uncompiled(model: Any) -> Any:
     return result
 
 
-def _rebuild(model: Any, config: Config, compiler: dict[str, Any]) -> Any:
-    return wrap(model, config, compiler)
+def _shell(base: Any) -> Any:
+    """A compiled model of this class with nothing in it: what unpickling fills."""
+    kind = _compiled_class(base)
+    return kind.__new__(kind)
 
 
 def _twin(model: Any, kind: Any) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,8 @@ DEAD, CLOSED = float("-inf"), float("inf")
 _LAST = torch.iinfo(torch.int64).max
 
 
-class Entry(NamedTuple):
+@dataclasses.dataclass
+class Entry:
     """The state inside a decode step, once the new token has its slot. All [B, S]."""
 
     live: Tensor

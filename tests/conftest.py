@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("INERTIA_FX_WARM_START", "0")  # faults are planted in the code that a found step would not run
 
 import pytest
 import torch
@@ -47,6 +48,7 @@ MEASURED = (
     "strategies",
     "verify",
     "verify_command",
+    "warm_start",
 )
 """Files that reach nearly every branch; parity, contract, mutations and real models run what these have run."""
 
