@@ -25,6 +25,7 @@ CONTENDERS: dict[str, dict[str, Any] | None] = {
     "full cache, static": None,
     "full cache, dynamic": None,
     "inertia_fx": {},
+    "warm_start": {"warm_start": True},
     "regions=False": {"regions": False},
     "freezing": {"options": {"freezing": True}},
     "freezing, max_autotune": {"options": {"freezing": True, "max_autotune": True}},

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from .backend import check_inner
 from .config import DEFAULT_RATIO, Aggregator, Config, Scorer
+from .errors import ConfigError
 from .huggingface import wrap
 
 Model = TypeVar("Model")
@@ -34,6 +35,7 @@ def compile(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     regions: bool = True,
+    warm_start: bool = False,
 ) -> Model:
     """A model of the same class, sharing the weights, whose decode steps evict the cached tokens of least use.
 
@@ -52,6 +54,9 @@ def compile(
         mode, options: Inductor's, as in `torch.compile`, for example ``options={"freezing": True}`` (which compiles the
             weights in: they must not change afterwards).
         regions: False compiles every layer by itself instead of equal layers once: slower to compile, for bisecting.
+        warm_start: keep the compiled step on disk, in Inductor's cache directory, and look for it there: a second
+            process that runs the same model with the same settings neither traces nor compiles. CPUs only, with
+            Inductor's default settings. Like Inductor's own cache it is a pickle: whoever can write it can run code.
 
     Raises:
         ConfigError: an argument is out of range, unknown or contradicts another.
@@ -75,4 +80,9 @@ def compile(
         protect_recent=protect_recent,
     )
     check_inner(backend, mode, options)
-    return wrap(model, config, {"backend": backend, "mode": mode, "options": options, "regions": regions})
+    if warm_start and (backend != "inductor" or mode not in (None, "default") or options):
+        raise ConfigError(
+            "warm_start=True keeps what Inductor compiles with its default settings: leave backend, mode and options out."
+        )
+    compiler = {"backend": backend, "mode": mode, "options": options, "regions": regions}
+    return wrap(model, config, compiler, warm_start)

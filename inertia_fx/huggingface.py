@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import progress, warm_start
+from . import progress, traces, warm_start
+from .backend import inertia, own_code
 from .config import Config
 from .errors import (
     CacheError,
@@ -52,6 +53,7 @@ class Runtime:
     compiler: Mapping[str, Any]
     cache_name: str
     layers: int
+    warm_start: bool = False
     uid: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     steps: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
     compiled: set[tuple[int, int]] = dataclasses.field(default_factory=set)
@@ -62,12 +64,12 @@ class Runtime:
         options = config.graph_options(score=True) if score else {"score": False}
         key = tuple(options.items())
         if key not in self.steps:
-            self.steps[key] = warm_start.Step(_decode, options | dict(self.compiler), _describe, _device)
+            options |= self.compiler
+            if self.warm_start:
+                self.steps[key] = warm_start.Step(_decode, options, _describe)
+            else:
+                self.steps[key] = torch.compile(own_code(_decode), backend=inertia, fullgraph=True, options=options)
         return self.steps[key]
-
-    def __reduce__(self) -> Any:
-        """A copy is another model to its caches, and has compiled nothing yet."""
-        return Runtime, (self.config, dict(self.compiler), self.cache_name, self.layers)
 
     def compiles(self, step: Any, rows: int) -> bool:
         """Whether this is the first time that a step runs for a batch of this size."""
@@ -107,10 +109,6 @@ def _describe(
     kind = (type(model).__module__, type(model).__qualname__, model.config.to_json_string())
     assert cache.config is not None
     return repr((kind, cache.layers[0].keys.dtype, cache.rows, cache.config, cache_name, additive, given))
-
-
-def _device(model: Any, forward: Any, cache: InertiaCache, *_: Any) -> str:
-    return cache.layers[0].keys.device.type
 
 
 class _Compiled:
@@ -155,7 +153,14 @@ class _Compiled:
             return parent(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _shell, (self._inertia_base,), self.__dict__
+        if traces.pickling_guards.get():
+            return _shell, (self._inertia_base,), self.__dict__
+        return _rebuild, (
+            uncompiled(self),
+            self._inertia.config,
+            dict(self._inertia.compiler),
+            self._inertia.warm_start,
+        )
 
     def _inertia_forward(self, *args: Any, **kwargs: Any) -> Any:
         runtime, base = self._inertia, self._inertia_base
@@ -199,6 +204,8 @@ class _Compiled:
 
     def _inertia_step(self, cache: InertiaCache, rows: int, device: torch.device, arguments: dict[str, Any]) -> Any:
         config = self.config  # type: ignore[attr-defined]
+        if self._inertia.warm_start and device.type != "cpu":
+            raise ConfigError(f"warm_start=True works on CPUs only so far, and the model is on {device}: leave it out.")
         for name in ("output_attentions", "output_hidden_states"):
             asked = arguments.pop(name, None)
             if asked or (asked is None and getattr(config, name, False)):
@@ -245,7 +252,7 @@ def _compiled_class(base: Any) -> Any:
     return type(base.__name__, (_Compiled, base), names | {"forward": forward, "_inertia_base": base})
 
 
-def wrap(model: Any, config: Config, compiler: Mapping[str, Any]) -> Any:
+def wrap(model: Any, config: Config, compiler: Mapping[str, Any], warm_start: bool = False) -> Any:
     """The model as :func:`inertia_fx.compile` returns it.
 
     Raises:
@@ -257,7 +264,7 @@ def wrap(model: Any, config: Config, compiler: Mapping[str, Any]) -> Any:
     name, layers = inspect_model(model)
     base: Any = type(model)
     result = _twin(model, _compiled_class(base))
-    result.__dict__["_inertia"] = Runtime(config, compiler, name, layers)
+    result.__dict__["_inertia"] = Runtime(config, compiler, name, layers, warm_start)
     return result
 
 
@@ -268,8 +275,12 @@ def uncompiled(model: Any) -> Any:
     return result
 
 
+def _rebuild(model: Any, config: Config, compiler: dict[str, Any], warm_start: bool = False) -> Any:
+    return wrap(model, config, compiler, warm_start)
+
+
 def _shell(base: Any) -> Any:
-    """A compiled model of this class with nothing in it: what unpickling fills."""
+    """A compiled model of this class with nothing in it, for the guards that are read from disk."""
     kind = _compiled_class(base)
     return kind.__new__(kind)
 

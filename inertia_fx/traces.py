@@ -1,41 +1,56 @@
 """One compiled version of a function that outlives its process: as a value here, as bytes on disk.
 
 Dynamo's bytecode, its guards and what Inductor compiled go into the bytes, through the same doors as torch's own
-ahead-of-time packages (`torch._dynamo.aot_compile`). What those packages leave out of their guards is not left out here:
-a guard on an *identity* ("this global is that very function") means nothing in another process, so the bytes hold what the
-object was (its name, its code), and whoever reads them checks that and guards on the identity anew. What Dynamo takes for
-granted within a process, that code does not change, is checked as well: the files that it read, and that the functions
-it read are still bound to their names, unwrapped and unpatched. So a trace runs where Dynamo would have made the same
-one, and nowhere else.
+ahead-of-time packages (`torch._dynamo.aot_compile`). Those packages trust that another process runs the same code on the
+same settings. Here that is checked, in both processes alike, before a trace is used:
+
+    guards on identities   the object is described ("this global is that very function"), and guarded anew where it is read
+    other guards           their text is compared, as those on modules' settings are rebuilt from what they find
+    classes, functions     all that Dynamo read, and the classes of what it guards, are unpatched: see `fingerprints`
+    source files           their digests
+    hooks                  there are none: torch does not guard on them
+    the graph              calls torch's own operators and functions only, which have their versions in the file's name
 """
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import contextvars
 import dataclasses
 import dis
-import enum
+import functools
 import hashlib
 import importlib
 import inspect
 import itertools
 import pickle
+import re
 import types
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 
+from .fingerprints import (
+    CONSTANTS,
+    NotStorable,
+    codes_of,
+    describe,
+    describe_bound,
+    describe_class,
+    describe_code,
+)
 from .slots import mark_for_compile
 
 _FUNCTORCH = {"bundled_autograd_cache": True, "bypass_autograd_cache_key": True, "force_autograd_cache": True}
 """AOTAutograd's settings under which what it returns can be serialized."""
 
 
-class NotStorable(Exception):
-    """Why a trace cannot be kept, in words for the log."""
+pickling_guards: contextvars.ContextVar[bool] = contextvars.ContextVar("inertia_fx_pickling_guards", default=False)
+"""Set while guards are stored: a compiled model is then pickled as what it is, not as what it is made of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +73,18 @@ class Trace:
         scope: the function's globals.
     """
 
-    run: Callable[..., Any]
+    run: types.FunctionType
     names: tuple[str, ...]
     guards: Any
     pinned: Callable[[dict[str, Any], dict[str, Any]], bool]
     scope: dict[str, Any]
+
+    @property
+    def forgotten(self) -> bool:
+        """Whether `torch._dynamo.reset()` was called since."""
+        from torch._dynamo import convert_frame
+
+        return self.run.__code__ not in convert_frame.output_codes
 
     def accepts(self, arguments: Sequence[Any]) -> bool:
         """Whether a call with these arguments would compile to this trace."""
@@ -72,17 +94,29 @@ class Trace:
 
 @dataclasses.dataclass
 class Stored:
-    """A trace as it lies on disk. `compiled` and `guards` are pickles: only read when everything else agrees."""
+    """A trace as it lies on disk. `compiled` and `guards` are pickles of their own: read when the rest agrees.
+
+    Attributes:
+        files: source file -> digest.
+        functions: (module, path) -> what is bound there.
+        classes: (expression, what its value's class is).
+        modules: Dynamo's names for modules -> theirs.
+        builtins: Dynamo's name for the builtins.
+        pins: (expression, what its value is).
+        guards, text: the other guards, and what they say.
+    """
 
     files: dict[str, str]
     functions: dict[tuple[str, str], Any]
+    classes: dict[str, Any]
     modules: dict[str, str]
     builtins: str
-    pins: list[tuple[str, Any]]
+    pins: dict[str, Any]
     bytecode: Any
     backend_id: str
     compiled: bytes
     guards: bytes
+    text: list[str]
 
 
 def capture(
@@ -97,27 +131,51 @@ def capture(
         torch._dynamo.exc.Unsupported: the call is not one graph.
         Exception: whatever `backend` raises.
     """
-    from torch._dynamo import convert_frame
+    from torch._dynamo import convert_frame, output_graph
+    from torch._dynamo.bytecode_transformation import unique_id
     from torch._dynamo.utils import dynamo_timed, get_metrics_context
     from torch._guards import TracingContext, tracing
 
-    with convert_frame.compile_lock, get_metrics_context(), dynamo_timed("fullgraph_capture"):
-        captured = convert_frame.fullgraph_capture(function, arguments)
-        output, inputs = captured.graph_capture_output, captured.backend_input
-        assert inputs is not None
-        inputs.graph_module._backend_id = inputs.backend_id
-        context = TracingContext(inputs.fake_mode)
-        context.tensor_to_context = inputs.tensor_to_context
-        with tracing(context), torch._functorch.config.patch(_FUNCTORCH):
-            compiled = backend(inputs.graph_module, inputs.example_inputs)
-        stored: Stored | str
-        try:
-            guards, pins, state = _portable_guards(output, function)
-            stored = _store(output, function, inputs.backend_id, compiled, pins, state)
-        except Exception as failure:  # what users' objects raise when they are pickled can be anything
-            guards, pins = output.build_guards(function.__code__).guard_manager, []
-            stored = str(failure) if isinstance(failure, NotStorable) else f"{type(failure).__name__}: {failure}"
-    return _trace(function, output.bytecode, inputs.backend_id, compiled, guards, pins), stored
+    _tag_generations()
+    scope, before = function.__globals__, set(function.__globals__)
+    # Names that Dynamo puts into our globals must not mean something else in another process.
+    own_names = mock.patch.object(output_graph, "unique_id", functools.partial(unique_id, with_uuid=True))
+    try:
+        with convert_frame.compile_lock, get_metrics_context(), dynamo_timed("fullgraph_capture"):
+            with own_names:
+                captured = convert_frame.fullgraph_capture(function, arguments)
+            output, inputs = captured.graph_capture_output, captured.backend_input
+            assert inputs is not None
+            inputs.graph_module._backend_id = inputs.backend_id
+            context = TracingContext(inputs.fake_mode)
+            context.tensor_to_context = inputs.tensor_to_context
+            stored: Stored | str
+            foreign = _foreign(inputs.graph_module)
+            with tracing(context), torch._functorch.config.patch(_FUNCTORCH):
+                compiled = backend(inputs.graph_module, inputs.example_inputs)
+            try:
+                if foreign is not None:
+                    raise NotStorable(f"the graph calls {foreign}, which is not torch's")
+                guards, found = _portable_guards(output, function)
+                stored = _store(output, function, arguments, inputs.backend_id, compiled, guards, found)
+            except Exception as failure:  # what users' objects raise when they are pickled can be anything
+                guards, found = output.build_guards(function.__code__).guard_manager, _Found()
+                stored = str(failure) if isinstance(failure, NotStorable) else f"{type(failure).__name__}: {failure}"
+        return _trace(
+            function, output.bytecode, inputs.backend_id, compiled, guards, [_pin(pin) for pin in found.pins.values()]
+        ), stored
+    except BaseException:
+        for name in set(scope) - before:
+            if name.startswith("__compiled_fn"):
+                del scope[name]
+        raise
+
+
+def _tag_generations() -> None:
+    """What the first torch.compile of a process does to `nn.Module.__init__`: it must not look like a patch."""
+    from torch._dynamo import mutation_guard
+
+    mutation_guard.install_generation_tagging_init()
 
 
 def restore(stored: Stored, function: types.FunctionType, arguments: tuple[Any, ...]) -> Trace | str:
@@ -129,32 +187,41 @@ def restore(stored: Stored, function: types.FunctionType, arguments: tuple[Any, 
     from torch._dynamo.package import SerializedCode, load_guard_manager, load_guards_state
     from torch._functorch._aot_autograd.aot_autograd_result import deserialize_bundled_cache_entry
 
+    _tag_generations()
     for file, digest in stored.files.items():
-        if _digest(file) != digest or not digest:
+        if _digest(file) != digest:
             return f"{file} has changed"
     for (module, path), description in stored.functions.items():
         with contextlib.suppress(NotStorable):
-            if _describe_bound(importlib.import_module(module), path) == description:
+            if describe_bound(importlib.import_module(module), path) == description:
                 continue
         return f"{module}.{path} is another function"
+    hooked = _hooked(arguments)
+    if hooked is not None:
+        return hooked
     scope = function.__globals__
     for name, module in stored.modules.items():
         scope.setdefault(name, importlib.import_module(module))
     scope.setdefault(stored.builtins, builtins.__dict__)
     local = dict(zip(_names(function), arguments, strict=True))
     pins = []
-    for expression, description in stored.pins:
-        try:
-            pin = Pin(expression, _evaluate(expression, local, scope))
-            same = _describe(pin.value) == description
-        except (NotStorable, LookupError, AttributeError, TypeError):
-            same = False
-        if not same:
-            return f"{expression} is something else"
-        pins.append(pin)
+    for expressions, look in ((stored.pins, describe), (stored.classes, lambda value: describe_class(type(value)))):
+        for expression, description in expressions.items():
+            try:
+                pin = Pin(expression, _evaluate(expression, local, scope))
+                same = look(pin.value) == description
+            except (NotStorable, LookupError, AttributeError, TypeError):
+                same = False
+            if not same:
+                return f"{expression} is something else"
+            if expressions is stored.pins:
+                pins.append(_pin(pin))
     state = load_guards_state(stored.guards)
     _mark_again(state.output_graph.local_scope)
     guards = load_guard_manager(state, function.__code__, scope)
+    different = set(stored.text).symmetric_difference(_text(guards))
+    if different:
+        return f"a guard is different: {sorted(different)[0]}"
     if not guards.check(local):
         return f"a guard fails:\n{guards.check_verbose(local)}"
     with torch._functorch.config.patch(_FUNCTORCH):
@@ -172,6 +239,8 @@ def _trace(
     pins: list[Pin],
 ) -> Trace:
     """The bytecode finds what was compiled among the function's globals, as long as the trace lives."""
+    from torch._dynamo import convert_frame
+
     scope = function.__globals__
     # A name of its own: one file may be read several times.
     name = f"__inertia_compiled_{next(_numbers)}"
@@ -180,6 +249,7 @@ def _trace(
     bytecode = bytecode.replace(co_names=tuple(name if word == backend_id else word for word in bytecode.co_names))
     trace = Trace(types.FunctionType(bytecode, scope, function.__name__), _names(function), guards, _holds(pins), scope)
     weakref.finalize(trace, scope.pop, name, None)
+    convert_frame.output_codes.add(bytecode)  # torch._dynamo.reset() empties it
     return trace
 
 
@@ -195,28 +265,105 @@ def _names(function: types.FunctionType) -> tuple[str, ...]:
 # -------------------------------------------------------------------------------------------------------------- guards
 
 
-def _portable_guards(output: Any, function: types.FunctionType) -> tuple[Any, list[Pin], bytes]:
-    """(guard manager, pins for what it leaves out, the guards as bytes)."""
+@dataclasses.dataclass
+class _Found:
+    """What the guards were about: pins by expression, and a value of each class by the expression that leads to it."""
+
+    pins: dict[str, Pin] = dataclasses.field(default_factory=dict)
+    values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    state: bytes = b""
+
+
+def _portable_guards(output: Any, function: types.FunctionType) -> tuple[Any, _Found]:
+    """(guard manager without the guards that mean nothing elsewhere, what they and it are about)."""
     from torch._dynamo.guards import CheckFunctionManager
     from torch._dynamo.hooks import Hooks
 
     identities = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
-    pins: dict[str, Pin] = {}
+    found, classes = _Found(), set()
 
     def keep(entries: Sequence[Any]) -> list[bool]:
         kept = []
         for entry in entries:
+            expression = entry.orig_guard.name
             portable = identities.isdisjoint((entry.guard_type, *entry.derived_guard_types))
             if not portable:
                 if not entry.has_value:
                     raise NotStorable(f"the guard {entry.guard_type} on {entry.name} is about nothing")
-                pins[entry.orig_guard.name] = Pin(entry.orig_guard.name, entry.value)
+                found.pins[expression] = Pin(expression, entry.value)
+            elif entry.guard_type == "TYPE_MATCH" and entry.has_value and type(entry.value) not in classes:
+                classes.add(type(entry.value))
+                found.values[expression] = entry.value
             kept.append(portable)
         return kept
 
-    checks = output.build_guards(function.__code__, hooks=Hooks(guard_filter_fn=keep), save=True, strict_error=True)
+    token = pickling_guards.set(True)
+    try:
+        checks = output.build_guards(function.__code__, hooks=Hooks(guard_filter_fn=keep), save=True, strict_error=True)
+    finally:
+        pickling_guards.reset(token)
     assert checks.guards_state is not None
-    return checks.guard_manager, list(pins.values()), checks.guards_state
+    found.state = checks.guards_state
+    return checks.guard_manager, found
+
+
+def _text(guards: Any) -> list[str]:
+    """What guards say, without addresses, and without the types of tensors, which are not real when they are read."""
+    lines = []
+    for line in str(guards).splitlines():
+        line = line.split("  # ")[0].rstrip()
+        if "NO_TENSOR_ALIASING" in line:  # read from disk it is about parameters too, which are no parameters then
+            continue
+        if "GuardManager: source=" in line:
+            line = re.sub(r", type=<class '[^']*'>", "", line)
+        lines.append(re.sub(r"(___check_(?:type|obj)_id\(.*), \d+\)", r"\1)", line))
+    return lines
+
+
+def _pin(pin: Pin) -> Pin:
+    """Of a function only the code is pinned, as in Dynamo: one that is made anew for every call is the same."""
+    if isinstance(pin.value, types.FunctionType):
+        return Pin(f"{pin.expression}.__code__", pin.value.__code__)
+    return pin
+
+
+def _hooked(arguments: Sequence[Any]) -> str | None:
+    """Which hook there is, if any: torch compiles them in but does not guard on them."""
+    from torch.nn.modules import module as of_all
+
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+        if getattr(of_all, name):
+            return f"torch has {name}"
+    for argument in arguments:
+        if isinstance(argument, torch.nn.Module):
+            for path, part in argument.named_modules():
+                for name in names:
+                    if getattr(part, name):
+                        return f"the module {path or 'itself'} has {name}"
+    return None
+
+
+def _foreign(graph_module: torch.fx.GraphModule) -> str | None:
+    """What the graph calls that is neither torch's nor ours: code that Dynamo did not read, and that no guard is about."""
+    for part in graph_module.modules():
+        if not isinstance(part, torch.fx.GraphModule):
+            continue
+        for node in part.graph.nodes:
+            target = node.target
+            if node.op == "call_module" and not isinstance(part.get_submodule(target), torch.fx.GraphModule):
+                return f"the module {target}"
+            if node.op != "call_function":
+                continue
+            if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+                name = str(target)
+                if name.split(".")[0].split("::")[0] not in ("aten", "prims", "inertia_fx"):
+                    return name
+            elif not isinstance(target, torch._ops.HigherOrderOperator):
+                home = (getattr(target, "__module__", None) or "torch").split(".")[0]
+                if home not in ("torch", "_operator", "operator", "builtins", "math"):
+                    return f"{home}.{getattr(target, '__qualname__', target)}"
+    return None
 
 
 def _mark_again(local: dict[str, Any]) -> None:
@@ -243,88 +390,10 @@ def _holds(pins: list[Pin]) -> Callable[[dict[str, Any], dict[str, Any]], bool]:
     terms = []
     for number, pin in enumerate(pins):
         words[f"__pin_{number}"] = pin.value
-        terms.append(f"{pin.expression} {'==' if type(pin.value) in _CONSTANTS else 'is'} __pin_{number}")
+        terms.append(f"{pin.expression} {'==' if type(pin.value) in CONSTANTS else 'is'} __pin_{number}")
     source = "def holds(L, G):\n    try:\n        return " + (" and ".join(terms) or "True")
     exec(source + "\n    except (LookupError, AttributeError, TypeError):\n        return False", words)
     return words["holds"]
-
-
-_CONSTANTS = (bool, int, float, str, type(None))
-
-
-def _describe(value: Any) -> Any:
-    """What an object is, so that another process can tell whether it has the same one.
-
-    Raises:
-        NotStorable: it cannot.
-    """
-    if type(value) in _CONSTANTS:
-        return (type(value).__name__, value)
-    if isinstance(value, enum.Enum):
-        return ("enum", _named(type(value)), value.name)
-    if isinstance(value, types.ModuleType):
-        return ("module", value.__name__)
-    if isinstance(value, types.FunctionType):
-        return ("function", _named(value), _describe_code(value.__code__))
-    if isinstance(value, types.CodeType):
-        return ("code", _describe_code(value))
-    if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch.dtype):
-        return (type(value).__name__, str(value))
-    if isinstance(value, type | types.BuiltinFunctionType | types.MethodDescriptorType | types.WrapperDescriptorType):
-        return ("named", _named(value))
-    raise NotStorable(f"a guard is about a {type(value).__name__} that another process cannot recognise")
-
-
-def _named(value: Any) -> tuple[str | None, str]:
-    if "<locals>" in value.__qualname__ and not isinstance(value, types.FunctionType):
-        raise NotStorable(f"{value.__qualname__} was defined inside a function")
-    return getattr(value, "__module__", None), value.__qualname__
-
-
-def _describe_code(code: types.CodeType) -> str:
-    parts = (code.co_code.hex(), [_constant(c) for c in code.co_consts], code.co_names, code.co_varnames)
-    return hashlib.sha256(repr((parts, code.co_freevars, code.co_cellvars)).encode()).hexdigest()
-
-
-def _constant(value: Any) -> str:
-    if isinstance(value, types.CodeType):
-        return _describe_code(value)
-    if isinstance(value, frozenset):  # the order of its elements depends on the process
-        return repr(sorted(map(repr, value)))
-    return repr(value)
-
-
-def _describe_bound(module: types.ModuleType, path: str) -> Any:
-    """What a name like `Class.method` is bound to, through every decorator.
-
-    Raises:
-        NotStorable: it does not lead to a function.
-    """
-    value: Any = module
-    for name in path.split("."):  # an empty path leads nowhere
-        try:
-            value = inspect.getattr_static(value, name)
-        except AttributeError:
-            raise NotStorable(f"{module.__name__}.{path} does not exist") from None
-    return _describe_deeply(value, set())
-
-
-def _describe_deeply(value: Any, seen: set[int]) -> Any:
-    """A function with all functions that it wraps or closes over; of anything else in a closure, only the type."""
-    if id(value) in seen:
-        return "seen"
-    seen.add(id(value))
-    if isinstance(value, property):
-        return ("property", _describe_deeply(value.fget, seen))
-    if isinstance(value, staticmethod | classmethod | types.MethodType):
-        return (type(value).__name__, _describe_deeply(value.__func__, seen))
-    if isinstance(value, types.FunctionType):
-        cells = [_describe_deeply(cell.cell_contents, seen) for cell in value.__closure__ or ()]
-        wrapped = _describe_deeply(getattr(value, "__wrapped__", None), seen)
-        return ("function", _describe_code(value.__code__), wrapped, cells)
-    if hasattr(value, "__wrapped__"):
-        return (type(value).__name__, _describe_deeply(value.__wrapped__, seen))
-    return (type(value).__name__, value if type(value) in _CONSTANTS else None)
 
 
 # --------------------------------------------------------------------------------------------------------------- bytes
@@ -333,16 +402,23 @@ def _describe_deeply(value: Any, seen: set[int]) -> Any:
 def _store(
     output: Any,
     function: types.FunctionType,
+    arguments: tuple[Any, ...],
     backend_id: str,
     compiled: Any,
-    pins: list[Pin],
-    guards: bytes,
+    guards: Any,
+    found: _Found,
 ) -> Stored:
     from torch._dynamo.package import SerializedCode
 
+    hooked = _hooked(arguments)
+    if hooked is not None:
+        raise NotStorable(hooked)
     entry = compiled.serialize() if hasattr(compiled, "serialize") else None
     if entry is None:
         raise NotStorable("the inner compiler does not say how to store its result")
+    for pin in found.pins.values():
+        if getattr(pin.value, "_dynamo_marked_constant", False):
+            raise NotStorable(f"{pin.expression} is called while tracing")
     scope = function.__globals__
     # Dynamo's own names for modules: the guards and the bytecode use them.
     modules = {
@@ -354,17 +430,34 @@ def _store(
     for name in _globals_of(output.bytecode) - {backend_id}:
         if name.startswith("__") and name not in modules | {builtin: ""}:
             raise NotStorable(f"the bytecode reads {name}, which exists in this process only")
-    codes = [code for code in output.traced_code if not code.co_filename.startswith("<")]  # those are made from these
+    pins = {pin.expression: describe(pin.value) for pin in found.pins.values()}
+    values = {expression: describe_class(type(value)) for expression, value in found.values.items()}
+    kinds = [type(value) for value in found.values.values()]
+    kinds += [pin.value for pin in found.pins.values() if isinstance(pin.value, type)]
+    written, generated = [], []
+    for code in output.traced_code:
+        if not code.co_filename.startswith("<frozen "):  # Python's own, whose version is in the file's name
+            (generated if code.co_filename.startswith("<") else written).append(code)
+    if generated:  # dataclasses write some of their methods
+        known = set().union(*map(codes_of, kinds))
+        for code in generated:
+            if describe_code(code) not in known:
+                raise NotStorable(f"{code.co_name} comes from {code.co_filename}, not from a file")
+    files = {file: _digest(file) for file in sorted({code.co_filename for code in written})}
+    if "" in files.values():
+        raise NotStorable("traced code comes from files that cannot be read")
     return Stored(
-        files={file: _digest(file) for file in sorted({code.co_filename for code in codes})},
-        functions=_functions(codes),
+        files=files,
+        functions=_functions(written),
+        classes=values,
         modules=modules,
         builtins=builtin,
-        pins=[(pin.expression, _describe(pin.value)) for pin in pins],
+        pins=pins,
         bytecode=SerializedCode.from_code_object(output.bytecode),
         backend_id=backend_id,
         compiled=pickle.dumps(entry),
-        guards=guards,
+        guards=found.state,
+        text=_text(guards),
     )
 
 
@@ -377,7 +470,7 @@ def _functions(codes: list[types.CodeType]) -> dict[tuple[str, str], Any]:
             raise NotStorable(f"{code.co_filename} belongs to no module")
         path = getattr(code, "co_qualname", "").split(".<locals>")[0]  # Python 3.10 does not tell
         if (module.__name__, path) not in functions:
-            functions[module.__name__, path] = _describe_bound(module, path)
+            functions[module.__name__, path] = describe_bound(module, path)
     return functions
 
 

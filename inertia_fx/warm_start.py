@@ -2,10 +2,10 @@
 
 Tracing a model's Python is most of a warm compile, and torch's caches begin after it. So the whole compiled step, guards
 included, is kept in Inductor's cache directory (``TORCHINDUCTOR_CACHE_DIR``), one file for each combination of what
-:func:`_key` lists; `inertia_fx.traces` sees to it that one is only used where tracing would have made it again.
+:meth:`Step._key` lists; `inertia_fx.traces` sees to it that one is only used where tracing would have made it again.
 
-Off with ``INERTIA_FX_WARM_START=0``, or with torch's own caches (``TORCHINDUCTOR_FORCE_DISABLE_CACHES=1``). Only on CPUs, and
-with Inductor's default settings: weights compiled in (freezing) and CUDA graphs do not belong into a file.
+For CPUs and Inductor's default settings: weights compiled in (freezing) and CUDA graphs do not belong into a file. Needs
+Python 3.11, as 3.10 does not tell where code comes from.
 """
 
 from __future__ import annotations
@@ -35,31 +35,36 @@ class Step:
 
     Args:
         function: takes positional arguments only and is one graph.
-        options: of the backend `inertia_fx`.
+        options: of the backend `inertia_fx`, whose inner compiler has to be Inductor.
         describe: (arguments) -> what else tells one compile from another, as text.
-        device: (arguments) -> where the call runs: "cpu", "cuda", ...
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        options: Mapping[str, Any],
-        describe: Callable[..., str],
-        device: Callable[..., str],
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], describe: Callable[..., str]) -> None:
         self.function = own_code(function)
-        self.device = device
         self.options = dict(options)
         self.describe = describe
         self.compiled = torch.compile(self.function, backend=inertia, fullgraph=True, options=self.options)
         self.traces: list[traces.Trace] = []
 
     def __call__(self, *arguments: Any) -> Any:
-        if not self._is_default() or not _is_plain() or self.device(*arguments) != "cpu":
+        if not _is_plain():
             return self.compiled(*arguments)
+        trace = self._known(arguments)
+        if trace is None:
+            with torch._dynamo.convert_frame.compile_lock:
+                trace = self._known(arguments)  # another thread may have compiled it meanwhile
+                if trace is None:
+                    trace = self._new(arguments)
+        return trace.run(*arguments)
+
+    def _known(self, arguments: tuple[Any, ...]) -> traces.Trace | None:
         for trace in self.traces:
-            if trace.accepts(arguments):
-                return trace.run(*arguments)
+            if not trace.forgotten and trace.accepts(arguments):
+                return trace
+        return None
+
+    def _new(self, arguments: tuple[Any, ...]) -> traces.Trace:
+        self.traces = [trace for trace in self.traces if not trace.forgotten]
         if len(self.traces) >= torch._dynamo.config.recompile_limit:
             raise RecompileError(
                 "The decode step has been compiled for so many batch sizes or settings that we stop, as torch.compile would:"
@@ -67,15 +72,7 @@ class Step:
             )
         trace = self._find(arguments)
         self.traces.insert(0, trace)
-        return trace.run(*arguments)
-
-    def _is_default(self) -> bool:
-        options = self.options
-        return (
-            options.get("backend", "inductor") == "inductor"
-            and options.get("mode") in (None, "default")
-            and not options.get("options")
-        )
+        return trace
 
     def _find(self, arguments: tuple[Any, ...]) -> traces.Trace:
         file = _folder() / f"{self._key(arguments)}.step"
@@ -88,7 +85,7 @@ class Step:
             debug.stage("tracing the decode step, which is compiled once")
         trace, stored = traces.capture(self.function, arguments, self._backend)
         if isinstance(stored, str):
-            debug.log.info("the compiled step stays in this process: %s", stored)
+            debug.log.warning("no warm start, the compiled step stays in this process: %s", stored)
         else:
             _write(file, stored)
         return trace
@@ -102,8 +99,8 @@ class Step:
             _software(),
             platform.machine(),
             torch.backends.cpu.get_cpu_capability(),
-            [_settings(config) for config in (torch._dynamo.config, torch._functorch.config, torch._inductor.config)],
-            torch.get_num_threads(),
+            [_settings(config) for config in _configurations()],
+            (torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision()),
             (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
             self.function.__code__.co_code,
             sorted((name, repr(value)) for name, value in self.options.items()),
@@ -112,19 +109,40 @@ class Step:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
+_PASSES = [
+    f"{stage}_custom_{when}pass"
+    for stage, when in (
+        ("pre_grad", ""),
+        ("joint", "pre_"),
+        ("joint", "post_"),
+        ("post_grad", "pre_"),
+        ("post_grad", "post_"),
+        ("_pre_fusion", ""),
+        ("_post_fusion", ""),
+    )
+]
+"""Inductor's settings that are users' functions: what they do to a graph cannot be told from outside."""
+
+
 def _is_plain() -> bool:
     """Whether calls go the usual way: caches on, no mode that intercepts, torch.compile neither off nor tracing us."""
     return (
-        os.environ.get("INERTIA_FX_WARM_START", "1") != "0"
-        and not torch._inductor.config.force_disable_caches
+        not torch._inductor.config.force_disable_caches
         and torch._inductor.config.fx_graph_cache
         and not torch._inductor.config.freezing
+        and all(getattr(torch._inductor.config, name, None) is None for name in _PASSES)
         and not torch._dynamo.config.disable
         and torch._dynamo.eval_frame._stance.stance == "default"
         and torch._C._len_torch_function_stack() == 0
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.compiler.is_compiling()
     )
+
+
+def _configurations() -> tuple[Any, ...]:
+    from torch.fx.experimental import _config as symbols
+
+    return (torch._dynamo.config, torch._functorch.config, torch._inductor.config, symbols)
 
 
 def _settings(config: Any) -> list[tuple[str, str]]:
@@ -168,7 +186,12 @@ def _write(file: pathlib.Path, stored: traces.Stored) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as target:
-            pickle.dump(stored, target)
-        os.replace(target.name, file)
+            try:
+                target.write(pickle.dumps(stored))
+                target.flush()
+                os.replace(target.name, file)
+            except BaseException:
+                os.unlink(target.name)
+                raise
     except OSError as failure:
         debug.log.warning("the compiled step could not be kept in %s: %s", file.parent, failure)

