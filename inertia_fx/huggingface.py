@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import progress, traces, warm_start
+from . import portable_guards, progress, warm_start
 from .backend import inertia, own_code
 from .config import Config
 from .errors import (
@@ -64,7 +64,7 @@ class Runtime:
         options = config.graph_options(score=True) if score else {"score": False}
         key = tuple(options.items())
         if key not in self.steps:
-            options |= self.compiler
+            options = {**options, **self.compiler}
             if self.warm_start:
                 self.steps[key] = warm_start.Step(_decode, options, _describe)
             else:
@@ -153,7 +153,7 @@ class _Compiled:
             return parent(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if traces.pickling_guards.get():
+        if portable_guards.pickling_guards.get():
             return _shell, (self._inertia_base,), self.__dict__
         return _rebuild, (
             uncompiled(self),

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import contextvars
 import dataclasses
 import dis
 import functools
@@ -25,7 +24,6 @@ import importlib
 import inspect
 import itertools
 import pickle
-import re
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -34,31 +32,22 @@ from unittest import mock
 
 import torch
 
-from .fingerprints import (
-    CONSTANTS,
-    NotStorable,
-    codes_of,
-    describe,
-    describe_bound,
-    describe_class,
-    describe_code,
+from .fingerprints import NotStorable, codes_of, describe, describe_bound, describe_class, describe_code
+from .portable_guards import (
+    Found,
+    Pin,
+    all_hold,
+    evaluate,
+    foreign_call,
+    hook_in,
+    mark_again,
+    pinned,
+    portable_guards,
+    text_of,
 )
-from .slots import mark_for_compile
 
 _FUNCTORCH = {"bundled_autograd_cache": True, "bypass_autograd_cache_key": True, "force_autograd_cache": True}
 """AOTAutograd's settings under which what it returns can be serialized."""
-
-
-pickling_guards: contextvars.ContextVar[bool] = contextvars.ContextVar("inertia_fx_pickling_guards", default=False)
-"""Set while guards are stored: a compiled model is then pickled as what it is, not as what it is made of."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Pin:
-    """A guard on an identity: the expression that leads to the object, and the object."""
-
-    expression: str
-    value: Any
 
 
 @dataclasses.dataclass
@@ -150,19 +139,19 @@ def capture(
             context = TracingContext(inputs.fake_mode)
             context.tensor_to_context = inputs.tensor_to_context
             stored: Stored | str
-            foreign = _foreign(inputs.graph_module)
+            foreign = foreign_call(inputs.graph_module)
             with tracing(context), torch._functorch.config.patch(_FUNCTORCH):
                 compiled = backend(inputs.graph_module, inputs.example_inputs)
             try:
                 if foreign is not None:
                     raise NotStorable(f"the graph calls {foreign}, which is not torch's")
-                guards, found = _portable_guards(output, function)
+                guards, found = portable_guards(output, function)
                 stored = _store(output, function, arguments, inputs.backend_id, compiled, guards, found)
             except Exception as failure:  # what users' objects raise when they are pickled can be anything
-                guards, found = output.build_guards(function.__code__).guard_manager, _Found()
+                guards, found = output.build_guards(function.__code__).guard_manager, Found()
                 stored = str(failure) if isinstance(failure, NotStorable) else f"{type(failure).__name__}: {failure}"
         return _trace(
-            function, output.bytecode, inputs.backend_id, compiled, guards, [_pin(pin) for pin in found.pins.values()]
+            function, output.bytecode, inputs.backend_id, compiled, guards, [pinned(pin) for pin in found.pins.values()]
         ), stored
     except BaseException:
         for name in set(scope) - before:
@@ -196,7 +185,7 @@ def restore(stored: Stored, function: types.FunctionType, arguments: tuple[Any, 
             if describe_bound(importlib.import_module(module), path) == description:
                 continue
         return f"{module}.{path} is another function"
-    hooked = _hooked(arguments)
+    hooked = hook_in(arguments)
     if hooked is not None:
         return hooked
     scope = function.__globals__
@@ -208,18 +197,18 @@ def restore(stored: Stored, function: types.FunctionType, arguments: tuple[Any, 
     for expressions, look in ((stored.pins, describe), (stored.classes, lambda value: describe_class(type(value)))):
         for expression, description in expressions.items():
             try:
-                pin = Pin(expression, _evaluate(expression, local, scope))
+                pin = Pin(expression, evaluate(expression, local, scope))
                 same = look(pin.value) == description
             except (NotStorable, LookupError, AttributeError, TypeError):
                 same = False
             if not same:
                 return f"{expression} is something else"
             if expressions is stored.pins:
-                pins.append(_pin(pin))
+                pins.append(pinned(pin))
     state = load_guards_state(stored.guards)
-    _mark_again(state.output_graph.local_scope)
+    mark_again(state.output_graph.local_scope)
     guards = load_guard_manager(state, function.__code__, scope)
-    different = set(stored.text).symmetric_difference(_text(guards))
+    different = set(stored.text).symmetric_difference(text_of(guards))
     if different:
         return f"a guard is different: {sorted(different)[0]}"
     if not guards.check(local):
@@ -247,7 +236,9 @@ def _trace(
     scope.pop(backend_id, None)
     scope[name] = compiled
     bytecode = bytecode.replace(co_names=tuple(name if word == backend_id else word for word in bytecode.co_names))
-    trace = Trace(types.FunctionType(bytecode, scope, function.__name__), _names(function), guards, _holds(pins), scope)
+    trace = Trace(
+        types.FunctionType(bytecode, scope, function.__name__), _names(function), guards, all_hold(pins), scope
+    )
     weakref.finalize(trace, scope.pop, name, None)
     convert_frame.output_codes.add(bytecode)  # torch._dynamo.reset() empties it
     return trace
@@ -262,143 +253,6 @@ def _names(function: types.FunctionType) -> tuple[str, ...]:
     return code.co_varnames[: code.co_argcount]
 
 
-# -------------------------------------------------------------------------------------------------------------- guards
-
-
-@dataclasses.dataclass
-class _Found:
-    """What the guards were about: pins by expression, and a value of each class by the expression that leads to it."""
-
-    pins: dict[str, Pin] = dataclasses.field(default_factory=dict)
-    values: dict[str, Any] = dataclasses.field(default_factory=dict)
-    state: bytes = b""
-
-
-def _portable_guards(output: Any, function: types.FunctionType) -> tuple[Any, _Found]:
-    """(guard manager without the guards that mean nothing elsewhere, what they and it are about)."""
-    from torch._dynamo.guards import CheckFunctionManager
-    from torch._dynamo.hooks import Hooks
-
-    identities = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
-    found, classes = _Found(), set()
-
-    def keep(entries: Sequence[Any]) -> list[bool]:
-        kept = []
-        for entry in entries:
-            expression = entry.orig_guard.name
-            portable = identities.isdisjoint((entry.guard_type, *entry.derived_guard_types))
-            if not portable:
-                if not entry.has_value:
-                    raise NotStorable(f"the guard {entry.guard_type} on {entry.name} is about nothing")
-                found.pins[expression] = Pin(expression, entry.value)
-            elif entry.guard_type == "TYPE_MATCH" and entry.has_value and type(entry.value) not in classes:
-                classes.add(type(entry.value))
-                found.values[expression] = entry.value
-            kept.append(portable)
-        return kept
-
-    token = pickling_guards.set(True)
-    try:
-        checks = output.build_guards(function.__code__, hooks=Hooks(guard_filter_fn=keep), save=True, strict_error=True)
-    finally:
-        pickling_guards.reset(token)
-    assert checks.guards_state is not None
-    found.state = checks.guards_state
-    return checks.guard_manager, found
-
-
-def _text(guards: Any) -> list[str]:
-    """What guards say, without addresses, and without the types of tensors, which are not real when they are read."""
-    lines = []
-    for line in str(guards).splitlines():
-        line = line.split("  # ")[0].rstrip()
-        if "NO_TENSOR_ALIASING" in line:  # read from disk it is about parameters too, which are no parameters then
-            continue
-        if "GuardManager: source=" in line:
-            line = re.sub(r", type=<class '[^']*'>", "", line)
-        lines.append(re.sub(r"(___check_(?:type|obj)_id\(.*), \d+\)", r"\1)", line))
-    return lines
-
-
-def _pin(pin: Pin) -> Pin:
-    """Of a function only the code is pinned, as in Dynamo: one that is made anew for every call is the same."""
-    if isinstance(pin.value, types.FunctionType):
-        return Pin(f"{pin.expression}.__code__", pin.value.__code__)
-    return pin
-
-
-def _hooked(arguments: Sequence[Any]) -> str | None:
-    """Which hook there is, if any: torch compiles them in but does not guard on them."""
-    from torch.nn.modules import module as of_all
-
-    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
-        if getattr(of_all, name):
-            return f"torch has {name}"
-    for argument in arguments:
-        if isinstance(argument, torch.nn.Module):
-            for path, part in argument.named_modules():
-                for name in names:
-                    if getattr(part, name):
-                        return f"the module {path or 'itself'} has {name}"
-    return None
-
-
-def _foreign(graph_module: torch.fx.GraphModule) -> str | None:
-    """What the graph calls that is neither torch's nor ours: code that Dynamo did not read, and that no guard is about."""
-    for part in graph_module.modules():
-        if not isinstance(part, torch.fx.GraphModule):
-            continue
-        for node in part.graph.nodes:
-            target = node.target
-            if node.op == "call_module" and not isinstance(part.get_submodule(target), torch.fx.GraphModule):
-                return f"the module {target}"
-            if node.op != "call_function":
-                continue
-            if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
-                name = str(target)
-                if name.split(".")[0].split("::")[0] not in ("aten", "prims", "inertia_fx"):
-                    return name
-            elif not isinstance(target, torch._ops.HigherOrderOperator):
-                home = (getattr(target, "__module__", None) or "torch").split(".")[0]
-                if home not in ("torch", "_operator", "operator", "builtins", "math"):
-                    return f"{home}.{getattr(target, '__qualname__', target)}"
-    return None
-
-
-def _mark_again(local: dict[str, Any]) -> None:
-    """Dynamic dimensions are marks on tensors, which do not survive pickling; guards on them are made from these."""
-    for value in local.values():
-        if hasattr(value, "layers") and hasattr(value, "_state"):
-            mark_for_compile(value.layers, value._state)
-
-
-def _evaluate(expression: str, local: dict[str, Any], scope: dict[str, Any]) -> Any:
-    return eval(expression, _vocabulary(), {"L": local, "G": scope})
-
-
-def _vocabulary() -> dict[str, Any]:
-    """What Dynamo's expressions call."""
-    from torch._dynamo import guards
-
-    return dict(guards._get_closure_vars())
-
-
-def _holds(pins: list[Pin]) -> Callable[[dict[str, Any], dict[str, Any]], bool]:
-    """One function for all pins: it runs before every call. Constants are compared by value, as one may be made anew."""
-    words = _vocabulary()
-    terms = []
-    for number, pin in enumerate(pins):
-        words[f"__pin_{number}"] = pin.value
-        terms.append(f"{pin.expression} {'==' if type(pin.value) in CONSTANTS else 'is'} __pin_{number}")
-    source = "def holds(L, G):\n    try:\n        return " + (" and ".join(terms) or "True")
-    exec(source + "\n    except (LookupError, AttributeError, TypeError):\n        return False", words)
-    return words["holds"]
-
-
-# --------------------------------------------------------------------------------------------------------------- bytes
-
-
 def _store(
     output: Any,
     function: types.FunctionType,
@@ -406,11 +260,11 @@ def _store(
     backend_id: str,
     compiled: Any,
     guards: Any,
-    found: _Found,
+    found: Found,
 ) -> Stored:
     from torch._dynamo.package import SerializedCode
 
-    hooked = _hooked(arguments)
+    hooked = hook_in(arguments)
     if hooked is not None:
         raise NotStorable(hooked)
     entry = compiled.serialize() if hasattr(compiled, "serialize") else None
@@ -434,10 +288,9 @@ def _store(
     values = {expression: describe_class(type(value)) for expression, value in found.values.items()}
     kinds = [type(value) for value in found.values.values()]
     kinds += [pin.value for pin in found.pins.values() if isinstance(pin.value, type)]
-    written, generated = [], []
-    for code in output.traced_code:
-        if not code.co_filename.startswith("<frozen "):  # Python's own, whose version is in the file's name
-            (generated if code.co_filename.startswith("<") else written).append(code)
+    codes = [code for code in output.traced_code if not code.co_filename.startswith("<frozen ")]  # part of Python
+    written = [code for code in codes if not code.co_filename.startswith("<")]
+    generated = [code for code in codes if code.co_filename.startswith("<")]
     if generated:  # dataclasses write some of their methods
         known = set().union(*map(codes_of, kinds))
         for code in generated:
@@ -457,7 +310,7 @@ def _store(
         backend_id=backend_id,
         compiled=pickle.dumps(entry),
         guards=found.state,
-        text=_text(guards),
+        text=text_of(guards),
     )
 
 
