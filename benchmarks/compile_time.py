@@ -1,10 +1,10 @@
 """How long the first decode step of SmolLM2-135M takes, and what Inductor's options add to it and take off the step.
 
-    python benchmarks/compile_time.py [--dtype bfloat16] [--rounds 1] [--quick]
+    python benchmarks/compile_time.py [--dtype bfloat16] [--rounds 1] [--only NAME ...] [--quick]
 
 Every figure is taken in a process of its own: cold with an empty Inductor cache, warm with the cache that the cold one
 left. The contenders take turns. The step itself is timed on one thread. Cache contents are random (4,096 tokens). With
-several rounds the medians are shown. Writes benchmarks/results/compile_time_DTYPE.md.
+several rounds the medians are shown. Writes benchmarks/results/compile_time_DTYPE.md, or with `--only` another file.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import pathlib
+import shlex
 import statistics
 import subprocess
 import sys
@@ -51,7 +52,7 @@ def first_step(name: str, model: str | None, dtype: str, backend: str) -> dict[s
     loaded, _ = models.load(model, getattr(torch, dtype))
     settings = CONTENDERS[name]
     if settings is not None:
-        settings = settings if backend == "inductor" else {}  # options are Inductor's
+        settings = settings if backend == "inductor" else {}  # they are Inductor's
         compiled = inertia_fx.compile(loaded, ratio=0.9, backend=backend, **settings)
         run = bounded(compiled, TOKENS, name, ratio=0.9).step
     else:
@@ -67,11 +68,11 @@ def first_step(name: str, model: str | None, dtype: str, backend: str) -> dict[s
             return loaded(token, position_ids=position, past_key_values=cache, use_cache=True).logits
 
         run = torch.compile(forward, backend=backend, fullgraph=True)
+    torch.set_num_threads(1)  # of the step; compilers use all cores
     with torch.no_grad():
         began = time.perf_counter()
         run()
         first = time.perf_counter() - began
-        torch.set_num_threads(1)
         times = []
         for _ in range(20):
             began = time.perf_counter()
@@ -97,6 +98,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--model", default=None, help="local folder or hub name; default SmolLM2-135M-Instruct")
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, help="these contenders, default all")
     parser.add_argument("--quick", action="store_true", help="inner compiler 'eager': tries the script only")
     parser.add_argument("--child", choices=CONTENDERS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -109,26 +111,27 @@ def main() -> None:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    names = arguments.only or list(CONTENDERS)
     taken: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True,
                   console=Console(stderr=True)) as progress:  # fmt: skip
         for _ in range(arguments.rounds):
-            for name in CONTENDERS:
+            for name in names:
                 with tempfile.TemporaryDirectory() as folder:
                     for state in ("cold", "warm"):
                         task = progress.add_task(f"{state}: {name}", total=None)
                         taken.setdefault((name, state), []).append(measured(name, arguments, folder))
                         progress.remove_task(task)
-    version = taken["inertia_fx", "cold"][0]["torch"]
-    command = " ".join(["python benchmarks/compile_time.py", *sys.argv[1:]])
+    version = taken[names[0], "cold"][0]["torch"]
+    command = shlex.join(["python", "benchmarks/compile_time.py", *sys.argv[1:]])
     results = Results(
-        f"compile_time_{arguments.dtype}",
+        f"compile_time_{arguments.dtype}" + ("_only" if arguments.only else ""),
         f"`{command}`: torch {version}, {arguments.dtype}, {os.cpu_count()} cores, a prompt of {TOKENS:,} tokens",
     )
     results.begin(
         "the first decode step of a process", ("step", "cold, s", "warm, s", "later steps, ms"), left=("step",)
     )
-    for name in CONTENDERS:
+    for name in names:
         cells = [f"{statistics.median(run['first'] for run in taken[name, state]):.1f}" for state in ("cold", "warm")]
         results.row(name, *cells, f"{statistics.median(run['ms'] for run in taken[name, 'warm']):.1f}")
     results.end()
