@@ -11,6 +11,7 @@ import enum
 import functools
 import hashlib
 import inspect
+import sys
 import types
 from typing import Any
 
@@ -55,8 +56,14 @@ def _named(value: Any) -> tuple[str | None, str]:
 
 def describe_code(code: types.CodeType) -> str:
     """What it does: neither its own name nor its file nor its line."""
-    parts = (code.co_code.hex(), [_constant(c) for c in code.co_consts], code.co_names, code.co_varnames)
-    return hashlib.sha256(repr((parts, code.co_freevars, code.co_cellvars)).encode()).hexdigest()
+    parts = (
+        code.co_code,
+        getattr(code, "co_exceptiontable", b""),  # of Python 3.11 on
+        [_constant(c) for c in code.co_consts],
+        (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars),
+        (code.co_flags, code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def _constant(value: Any) -> str:
@@ -83,6 +90,8 @@ def _function(value: Any, seen: set[int]) -> Any:
         cells = [_function(_contents(cell), seen) for cell in value.__closure__ or ()]
         wrapped = _function(getattr(value, "__wrapped__", None), seen)
         home = value.__globals__.get("__name__")
+        module = sys.modules.get(home) if isinstance(home, str) else None
+        home = (home, module is not None and vars(module) is value.__globals__)  # a copy of them can hold anything
         return ("function", home, describe_code(value.__code__), _settings(bound, seen), wrapped, cells)
     if isinstance(value, property):
         return ("property", *(_function(part, seen) for part in (value.fget, value.fset)))

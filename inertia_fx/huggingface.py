@@ -106,7 +106,8 @@ def _describe(
         (name, (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else repr(value))
         for name, value in sorted(arguments.items())
     ]
-    kind = (type(model).__module__, type(model).__qualname__, model.config.to_json_string())
+    parts = sorted({f"{type(part).__module__}.{type(part).__qualname__}" for part in model.modules()})  # LoRA or not
+    kind = (type(model).__module__, type(model).__qualname__, parts, model.config.to_json_string())
     assert cache.config is not None
     return repr((kind, cache.layers[0].keys.dtype, cache.rows, cache.config, cache_name, additive, given))
 

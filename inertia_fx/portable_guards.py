@@ -28,10 +28,11 @@ class Pin:
 
 @dataclasses.dataclass
 class Found:
-    """What the guards were about: pins by expression, and a value of each class by the expression that leads to it."""
+    """What the guards were about: pins by expression, a value of each class by the expression that leads to it, modules."""
 
     pins: dict[str, Pin] = dataclasses.field(default_factory=dict)
     values: dict[str, Any] = dataclasses.field(default_factory=dict)
+    modules: list[torch.nn.Module] = dataclasses.field(default_factory=list)
     state: bytes = b""
 
 
@@ -39,6 +40,7 @@ def portable_guards(output: Any, function: types.FunctionType) -> tuple[Any, Fou
     """(guard manager without the guards that mean nothing elsewhere, what they and it are about)."""
     from torch._dynamo.guards import CheckFunctionManager
     from torch._dynamo.hooks import Hooks
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
     identities = frozenset(CheckFunctionManager.UNSUPPORTED_SERIALIZATION_GUARD_TYPES)
     found, classes = Found(), set()
@@ -47,6 +49,10 @@ def portable_guards(output: Any, function: types.FunctionType) -> tuple[Any, Fou
         kept = []
         for entry in entries:
             expression = entry.orig_guard.name
+            if isinstance(entry.value, torch.nn.Module):
+                found.modules.append(entry.value)
+            if isinstance(entry.value, torch.Tensor) and is_traceable_wrapper_subclass(entry.value):
+                raise NotStorable(f"{entry.name} is a {type(entry.value).__name__}")
             portable = identities.isdisjoint((entry.guard_type, *entry.derived_guard_types))
             if not portable:
                 if not entry.has_value:

@@ -8,7 +8,7 @@ same settings. Here that is checked, in both processes alike, before a trace is 
     other guards           their text is compared, as those on modules' settings are rebuilt from what they find
     classes, functions     all that Dynamo read, and the classes of what it guards, are unpatched: see `fingerprints`
     source files           their digests
-    hooks                  there are none: torch does not guard on them
+    hooks                  there are none on the model, and no modules outside of it: torch does not guard on hooks
     the graph              calls torch's own operators and functions only, which have their versions in the file's name
 """
 
@@ -24,6 +24,7 @@ import importlib
 import inspect
 import itertools
 import pickle
+import re
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -155,7 +156,7 @@ def capture(
         ), stored
     except BaseException:
         for name in set(scope) - before:
-            if name.startswith("__compiled_fn"):
+            if name.startswith(("__compiled_fn", "__builtins_dict")):
                 del scope[name]
         raise
 
@@ -267,6 +268,9 @@ def _store(
     hooked = hook_in(arguments)
     if hooked is not None:
         raise NotStorable(hooked)
+    known = {id(part) for root in arguments if isinstance(root, torch.nn.Module) for part in root.modules()}
+    if any(id(module) not in known for module in found.modules):
+        raise NotStorable("it uses modules that are not part of a model that is passed in, whose hooks nobody sees")
     entry = compiled.serialize() if hasattr(compiled, "serialize") else None
     if entry is None:
         raise NotStorable("the inner compiler does not say how to store its result")
@@ -274,17 +278,19 @@ def _store(
         if getattr(pin.value, "_dynamo_marked_constant", False):
             raise NotStorable(f"{pin.expression} is called while tracing")
     scope = function.__globals__
+    pins = {pin.expression: describe(pin.value) for pin in found.pins.values()}
+    text = text_of(guards)
     # Dynamo's own names for modules: the guards and the bytecode use them.
+    used = set(re.findall(r"G\['(__[^']*)'\]", "\n".join([*text, *pins, *found.values])))
     modules = {
-        name: value.__name__
-        for name, value in scope.items()
-        if name.startswith("__") and isinstance(value, types.ModuleType)
+        name: scope[name].__name__
+        for name in sorted(used | _globals_of(output.bytecode))
+        if name.startswith("__") and isinstance(scope.get(name), types.ModuleType)
     }
     builtin = output.output_graph.name_of_builtins_dict_key_in_fglobals or ""
     for name in _globals_of(output.bytecode) - {backend_id}:
         if name.startswith("__") and name not in modules | {builtin: ""}:
             raise NotStorable(f"the bytecode reads {name}, which exists in this process only")
-    pins = {pin.expression: describe(pin.value) for pin in found.pins.values()}
     values = {expression: describe_class(type(value)) for expression, value in found.values.items()}
     kinds = [type(value) for value in found.values.values()]
     kinds += [pin.value for pin in found.pins.values() if isinstance(pin.value, type)]
@@ -310,7 +316,7 @@ def _store(
         backend_id=backend_id,
         compiled=pickle.dumps(entry),
         guards=found.state,
-        text=text_of(guards),
+        text=text,
     )
 
 

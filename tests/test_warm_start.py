@@ -44,6 +44,7 @@ class Toy(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         more = warm_start_constants.decorated(warm_start_constants.scaled(x)) * self.factor
+        more = warm_start_constants.count(more, (1, 2))
         return helper(self.inner(x)) + self.shift + more
 
 
@@ -192,6 +193,8 @@ PATCHES = {
     "replaced": (Toy, "forward", patched_forward),
     "wrapped": (Toy, "forward", wrapped_forward(Toy.forward)),
     "other globals": (Toy, "forward", elsewhere(Toy.forward)),
+    "copied globals": (Toy, "forward", types.FunctionType(Toy.forward.__code__, globals() | {"helper": other_helper})),
+    "another signature": (warm_start_constants, "count", warm_start_constants.counted),
     "torch's": (nn.Linear, "forward", wrapped_forward(nn.Linear.forward)),
     "overridden": (nn.Linear, "__call__", lambda self, x: x),
     "defaults": (helper, "__defaults__", (None,)),
@@ -345,6 +348,33 @@ def test_code_that_no_guard_is_about_is_not_stored(
     with caplog.at_level(logging.WARNING, "inertia_fx"):
         check(step(), toy())
     assert "no warm start" in caplog.text and list(folder.iterdir()) == []
+
+
+OUTSIDE = nn.Linear(4, 4)
+
+
+def uses_a_global_module(x: Tensor) -> Tensor:
+    return OUTSIDE(x)
+
+
+@pytest.mark.parametrize("function", [users_operator, uses_a_global_module])
+def test_a_warning_says_why(
+    folder: pathlib.Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any, function: Any
+) -> None:
+    monkeypatch.setattr(warm_start_constants, "scaled", function)
+    with caplog.at_level(logging.WARNING, "inertia_fx"):
+        check(step(), toy())
+    expect = "not part of a model" if function is uses_a_global_module else "inertia_fx_tests.users"
+    assert expect in caplog.text and list(folder.iterdir()) == []
+
+
+def test_a_file_names_its_own_modules_only(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that other traces have brought into the same globals: they may not exist where it is read."""
+    monkeypatch.setitem(globals(), "__import_of_another_trace", os)
+    check(step(), toy())
+    (file,) = folder.iterdir()
+    names = pickle.loads(file.read_bytes()).modules
+    assert "__import_of_another_trace" not in names and "tests.warm_start_constants" in names.values()
 
 
 def applied(model: Toy, x: Tensor, settings: dict[str, Any]) -> Tensor:
