@@ -298,7 +298,7 @@ def _store(
     written = [code for code in codes if not code.co_filename.startswith("<")]
     generated = [code for code in codes if code.co_filename.startswith("<")]
     if generated:  # dataclasses write some of their methods
-        known = set().union(*map(codes_of, kinds))
+        known = {code for kind in kinds for code in codes_of(kind)}
         for code in generated:
             if describe_code(code) not in known:
                 raise NotStorable(f"{code.co_name} comes from {code.co_filename}, not from a file")
