@@ -298,9 +298,9 @@ def _store(
     written = [code for code in codes if not code.co_filename.startswith("<")]
     generated = [code for code in codes if code.co_filename.startswith("<")]
     if generated:  # dataclasses write some of their methods
-        known = {code for kind in kinds for code in codes_of(kind)}
+        defined = {code for kind in kinds for code in codes_of(kind)}
         for code in generated:
-            if describe_code(code) not in known:
+            if describe_code(code) not in defined:
                 raise NotStorable(f"{code.co_name} comes from {code.co_filename}, not from a file")
     files = {file: _digest(file) for file in sorted({code.co_filename for code in written})}
     if "" in files.values():
