@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -61,7 +62,7 @@ class Driven:
                     for slot, position in enumerate(positions):
                         if position >= 0:
                             momentum[row, slot] = scores(row, position)
-            cache.leave(entry._replace(momentum=momentum))
+            cache.leave(dataclasses.replace(entry, momentum=momentum))
         self.lengths = [length + 1 for length in self.lengths]
 
     @property
