@@ -70,7 +70,14 @@ class CompileDisabledError(InertiaError):
 
 
 class RecompileError(InertiaError):
-    """The decode step met so many different shapes or settings that torch.compile gave up compiling new ones."""
+    """The decode step met so many different shapes or settings that no new ones are compiled."""
+
+    def __init__(
+        self,
+        message: str = "The decode step has been compiled for so many batch sizes or settings that torch.compile stopped:"
+        " raise torch._dynamo.config.recompile_limit, or call inertia_fx.compile(model) again and start new caches.",
+    ) -> None:
+        super().__init__(message)
 
 
 class InputError(InertiaError, ValueError):

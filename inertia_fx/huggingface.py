@@ -230,10 +230,7 @@ class _Compiled:
                 raise failure.inner_exception from None
             raise
         except torch._dynamo.exc.FailOnRecompileLimitHit as failure:
-            raise RecompileError(
-                "The decode step has been compiled for so many batch sizes or settings that torch.compile stopped:"
-                " raise torch._dynamo.config.recompile_limit, or call inertia_fx.compile(model) again and start new caches."
-            ) from failure
+            raise RecompileError from failure
         except torch._dynamo.exc.Unsupported as failure:
             raise UnsupportedModelError(
                 f"The decode step of {type(self).__name__} cannot be traced as one graph, so it cannot be rewritten:"

@@ -87,7 +87,7 @@ def text_of(guards: Any) -> list[str]:
     return lines
 
 
-def pinned(pin: Pin) -> Pin:
+def _pinned(pin: Pin) -> Pin:
     """Of a function only the code is pinned, as in Dynamo: one that is made anew for every call is the same."""
     if isinstance(pin.value, types.FunctionType):
         return Pin(f"{pin.expression}.__code__", pin.value.__code__)
@@ -155,7 +155,7 @@ def all_hold(pins: list[Pin]) -> Callable[[dict[str, Any], dict[str, Any]], bool
     """One function for all pins: it runs before every call. Constants are compared by value, as one may be made anew."""
     words = _vocabulary()
     terms = []
-    for number, pin in enumerate(pins):
+    for number, pin in enumerate(map(_pinned, pins)):
         words[f"__pin_{number}"] = pin.value
         terms.append(f"{pin.expression} {'==' if type(pin.value) in CONSTANTS else 'is'} __pin_{number}")
     source = "def holds(L, G):\n    try:\n        return " + (" and ".join(terms) or "True")

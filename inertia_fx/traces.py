@@ -42,7 +42,6 @@ from .portable_guards import (
     foreign_call,
     hook_in,
     mark_again,
-    pinned,
     portable_guards,
     text_of,
 )
@@ -89,10 +88,10 @@ class Stored:
     Attributes:
         files: source file -> digest.
         functions: (module, path) -> what is bound there.
-        classes: (expression, what its value's class is).
+        classes: expression -> what its value's class is.
         modules: Dynamo's names for modules -> theirs.
         builtins: Dynamo's name for the builtins.
-        pins: (expression, what its value is).
+        pins: expression -> what its value is.
         guards, text: the other guards, and what they say.
     """
 
@@ -151,9 +150,8 @@ def capture(
             except Exception as failure:  # what users' objects raise when they are pickled can be anything
                 guards, found = output.build_guards(function.__code__).guard_manager, Found()
                 stored = str(failure) if isinstance(failure, NotStorable) else f"{type(failure).__name__}: {failure}"
-        return _trace(
-            function, output.bytecode, inputs.backend_id, compiled, guards, [pinned(pin) for pin in found.pins.values()]
-        ), stored
+        pins = list(found.pins.values())
+        return _trace(function, output.bytecode, inputs.backend_id, compiled, guards, pins), stored
     except BaseException:
         for name in set(scope) - before:
             if name.startswith(("__compiled_fn", "__builtins_dict")):
@@ -205,7 +203,7 @@ def restore(stored: Stored, function: types.FunctionType, arguments: tuple[Any, 
             if not same:
                 return f"{expression} is something else"
             if expressions is stored.pins:
-                pins.append(pinned(pin))
+                pins.append(pin)
     state = load_guards_state(stored.guards)
     mark_again(state.output_graph.local_scope)
     guards = load_guard_manager(state, function.__code__, scope)

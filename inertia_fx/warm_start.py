@@ -66,10 +66,7 @@ class Step:
     def _new(self, arguments: tuple[Any, ...]) -> traces.Trace:
         self.traces = [trace for trace in self.traces if not trace.forgotten]
         if len(self.traces) >= torch._dynamo.config.recompile_limit:
-            raise RecompileError(
-                "The decode step has been compiled for so many batch sizes or settings that we stop, as torch.compile would:"
-                " raise torch._dynamo.config.recompile_limit, or call inertia_fx.compile(model) again and start new caches."
-            )
+            raise RecompileError
         trace = self._find(arguments)
         self.traces.insert(0, trace)
         return trace
@@ -109,18 +106,15 @@ class Step:
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
-_PASSES = [
-    f"{stage}_custom_{when}pass"
-    for stage, when in (
-        ("pre_grad", ""),
-        ("joint", "pre_"),
-        ("joint", "post_"),
-        ("post_grad", "pre_"),
-        ("post_grad", "post_"),
-        ("_pre_fusion", ""),
-        ("_post_fusion", ""),
-    )
-]
+_PASSES = (
+    "pre_grad_custom_pass",
+    "joint_custom_pre_pass",
+    "joint_custom_post_pass",
+    "post_grad_custom_pre_pass",
+    "post_grad_custom_post_pass",
+    "_pre_fusion_custom_pass",
+    "_post_fusion_custom_pass",
+)
 """Inductor's settings that are users' functions: what they do to a graph cannot be told from outside."""
 
 
