@@ -1,14 +1,15 @@
 """The same maths as `reference.py`, in the form that Inductor compiles best on CPUs. Shapes as there.
 
-Two things differ. Sums over the slots run in fp64, see :func:`total`. And products with K, in half precision also with
-V, are written as multiply-and-sum, head by head of a group: Inductor fuses the heads into one loop that reads and
-converts K or V once for all of them. As matrix products they would go to a library that, on CPUs without bf16
-instructions, takes two to four times as long (`benchmarks/attention_forms.py`).
+Two things differ. Sums over the slots run in fp64, see :func:`total`, but not those with V, see :func:`_weighted_sums`.
+And products with K, in half precision also with V, are written as multiply-and-sum, head by head of a group: Inductor
+fuses the heads into one loop that reads and converts K or V once for all of them. As matrix products they would go to a
+library that, on CPUs without bf16 instructions, takes two to four times as long (`benchmarks/attention_forms.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,44 @@ def total(tensor: Tensor) -> Tensor:
     that could be measured.
     """
     return tensor.sum(-1, keepdim=True, dtype=torch.float64).float()
+
+
+_CHUNK = 4096
+"""Elements that Inductor sums one after the other in fp32, before it begins a new partial sum."""
+
+
+def _weighted_sums(weights: Tensor, value: Tensor, group: int) -> Tensor:
+    """Sums over the slots of weights [B, N, G, S] times value [B, N, S, D] in half precision: [B, N, G, D], fp32.
+
+    The first 4096 slots in fp32, the others in fp64. Converting every product to fp64 takes as long as all the rest of
+    it, and "at most 4096" is true of min(S, 4096) whatever S is: no guard. The second sum begins two slots early, with
+    weight 0, as a sum over one slot or none would be a case of its own. Read through indices, not as slices, since a
+    slice is contiguous or not depending on where it ends.
+    """
+    slots = value.shape[2]
+    first = torch.sym_min(slots, _CHUNK)
+    begin, count = first - 2, torch.sym_max(slots, _CHUNK) - (_CHUNK - 2)
+
+    def products(at: Tensor, again: Tensor | None, dtype: torch.dtype) -> Tensor:
+        values = _take(value, None, None, at).float().unsqueeze(2)
+        chosen = _take(weights, None, None, None, at)
+        if again is not None:
+            chosen = torch.where(again, 0.0, chosen)
+        return _by_head(chosen, group, lambda heads: (heads.unsqueeze(4) * values).sum(3, dtype=dtype))
+
+    numbers = _numbers(count)
+    in_fp32 = products(_numbers(first), None, torch.float32)
+    in_fp64 = products(numbers + begin, numbers < 2, torch.float64)
+    return in_fp32 + in_fp64.float()
+
+
+def _numbers(count: Any) -> Tensor:
+    return torch.ops.aten.arange(count, device=torch.device("cpu"))
+
+
+def _take(tensor: Tensor, *indices: Tensor | None) -> Tensor:
+    """`tensor[..., index]` without a check of the bounds."""
+    return torch.ops.aten._unsafe_index(tensor, indices)
 
 
 def materialize(tensor: Tensor) -> Tensor:
@@ -59,14 +98,7 @@ def _exponentials(
 
 
 def _output(exponentials: Tensor, sums: Tensor, value: Tensor, group: int, half: bool) -> Tensor:
-    if half:
-        values = value.float().unsqueeze(2)
-        weighted = _by_head(
-            exponentials, group, lambda heads: (heads.unsqueeze(4) * values).sum(3, dtype=torch.float64)
-        )
-        weighted = weighted.float()
-    else:
-        weighted = torch.matmul(exponentials, value.float())
+    weighted = _weighted_sums(exponentials, value, group) if half else torch.matmul(exponentials, value.float())
     return (weighted / sums).to(value.dtype).flatten(1, 2).unsqueeze(2)
 
 

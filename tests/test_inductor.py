@@ -28,16 +28,19 @@ def compiled(dtype: torch.dtype) -> tuple[Any, Any]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.xdist_group("inductor")
 def test_no_new_graphs_for_new_lengths(dtype: torch.dtype) -> None:
-    """20 prompts of 20 lengths from 50 to 3,000, and some that are shorter than the budget or longer than 4,096."""
+    """20 prompts of 20 lengths from 50 to 3,000, some that are shorter than the budget, and one of over 4,096 slots."""
     model = compiled(dtype)[1]
-    lengths = [50, 3000, *range(60, 2900, 158), 5000, 1, 2, 3, 12, 20, 21]
-    assert len(lengths) >= 20
-    graphs = []
-    for index, length in enumerate(lengths):
+    prompts = [(length, 0.9) for length in (50, 3000, *range(60, 2900, 158), 5000, 1, 2, 3, 12, 20, 21)]
+    assert len(prompts) >= 20
+    graphs, slots = [], []
+    for index, (length, ratio) in enumerate([*prompts, (5000, 0.1), (60, 0.9)]):
         ids = torch.tensor([models.prompt(length, index)])
-        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+        cache = inertia_fx.InertiaCache(inertia_fx.Config(ratio=ratio))
+        model.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0, past_key_values=cache)
+        slots.append(cache.slots)
         graphs.append(counters["stats"]["unique_graphs"])
     assert set(graphs) == {graphs[0]}
+    assert max(slots) > 4096
 
 
 @pytest.mark.xdist_group("inductor")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -103,6 +104,28 @@ def test_scored_attention(dtype: torch.dtype, scorer: str, shape: dict[str, int]
     }
     for name, got in unscored.items():
         torch.testing.assert_close(got.double(), output, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@settings(max_examples=50, deadline=None)
+@given(shape=shapes, chunk=st.integers(2, 44))
+def test_sums_in_two_parts(shape: dict[str, int], chunk: int) -> None:
+    """Slots up to 4096 are summed in fp32, the others in fp64: wherever the border lies, every slot counts once."""
+    query, key, value, live = draw(torch.bfloat16, **shape)
+    value = value.exp2() * 100  # all of one sign and far from rounding away
+    scale, kv_heads = 1 / math.sqrt(shape["width"]), shape["kv_heads"]
+    output, _ = definition(query, key, value, live, scale, "attention")
+    arguments = (query, key, value, additive(live), scale, kv_heads, query.shape[1] // kv_heads)
+    with mock.patch.object(inductor_cpu, "_CHUNK", chunk):
+        got = inductor_cpu.slot_attention(*arguments, True)
+    torch.testing.assert_close(got.double(), output, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("slots", [4095, 4096, 4097, 4098, 9000])
+def test_sums_of_many_slots(slots: int) -> None:
+    query, key, value, live = draw(torch.float16, 1, 1, 2, slots, 8, 4, 0)
+    output, _ = definition(query, key, value, live, 0.3, "attention")
+    got = inductor_cpu.slot_attention(query, key, value, additive(live), 0.3, 1, 2, True)
+    torch.testing.assert_close(got.double(), output, rtol=3e-3, atol=3e-4)
 
 
 @pytest.mark.parametrize("scorer", ["attention", "vnorm", "entropy"])
