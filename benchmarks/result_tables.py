@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import Sequence
 
+import rich.box
 from rich.console import Console
 from rich.table import Table
 
@@ -27,7 +28,7 @@ class Results:
 
     def begin(self, title: str, columns: Sequence[str], left: Sequence[str] = (), heading: str | None = None) -> None:
         """A new table. Columns are aligned right, but for those named in `left`; `heading` is Markdown's alone."""
-        self.table = Table(title=title)
+        self.table = Table(title=title, box=rich.box.SIMPLE_HEAD, padding=0, pad_edge=False)
         for column in columns:
             self.table.add_column(column, justify="left" if column in left else "right")
         if heading is not None:

@@ -206,19 +206,20 @@ def scoring_share(model: Model, rows: int, slots: int, dtype: torch.dtype = torc
     return scoring / everything
 
 
-SHAPES = {
-    **{
-        f"Llama-3.1-8B, {slots:,} slots, batch {rows}": Shape(rows, 8, 4, slots, 128, 128)
-        for slots in (6400, 65536)
-        for rows in (1, 8, 64, 128)
-    },
-    "the same in fp32, 6,400 slots, batch 8": Shape(8, 8, 4, 6400, 128, 128, torch.float32),
-    "Llama-3.1-70B, 6,400 slots, batch 8": Shape(8, 8, 8, 6400, 128, 128),
-    "no groups (32 of 32, 128), 6,400 slots, batch 8": Shape(8, 32, 1, 6400, 128, 128),
-    "multi-query (64 of 1, 128), 6,400 slots, batch 8": Shape(8, 1, 64, 6400, 128, 128),
-    "Gemma-2-9B's widths (16 of 8, 256), 6,400 slots, batch 8": Shape(8, 8, 2, 6400, 256, 256),
-    "SmolLM2-135M (9 of 3, 64), 410 slots, batch 1": Shape(1, 3, 3, 410, 64, 64),
-}
+SHAPES = (
+    *(("Llama-8B", Shape(rows, 8, 4, slots, 128, 128)) for slots in (6400, 65536) for rows in (1, 8, 64, 128)),
+    ("same in fp32", Shape(8, 8, 4, 6400, 128, 128, torch.float32)),
+    ("Llama-70B", Shape(8, 8, 8, 6400, 128, 128)),
+    ("no groups", Shape(8, 32, 1, 6400, 128, 128)),
+    ("multi-query", Shape(8, 1, 64, 6400, 128, 128)),
+    ("Gemma-2-9B", Shape(8, 8, 2, 6400, 256, 256)),
+    ("SmolLM2-135M", Shape(1, 3, 3, 410, 64, 64)),
+)
+"""Attention of one layer: these models' heads (Llama is 3.1). No groups: 32 heads of width 128. Multi-query: 64 share one."""
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}"
 
 
 def main() -> None:
@@ -228,31 +229,25 @@ def main() -> None:
     arguments = parser.parse_args()
     command = " ".join(["python benchmarks/roofline.py", *sys.argv[1:]])
     columns: tuple[str, ...] = (
-        "shape, one layer",
-        "MB",
-        "scores add",
-        "µs at least",
-        "bound",
-        "splits",
-        "programs (with work)",
-        "uneven",
-    )
+        "one layer", "slots", "batch", "MB", "scores", "µs", "bound", "splits", "programs", "uneven",
+    )  # fmt: skip
     results = Results(
         "roofline",
         f"`{command}`: arithmetic, nothing was run; an empty kernel is assumed to take {arguments.launch_us:g} µs.",
         "",
-        "MB: keys, values and all else that is moved, what stays in the cache included. Scores add: their part of it.",
+        "MB: keys, values and all else that is moved, what stays in the cache included. Scores: their part of it.",
+        "µs: at least. Programs: those with work.",
         "Uneven: tiles of the processor with the most over the mean per processor.",
     )
     for gpu in (GPUS[name] for name in arguments.gpus.split(",")):
         title = f"{gpu.name}: {gpu.bandwidth / 1e12:.2f} TB/s, {gpu.processors} processors"
         results.begin(title, columns, left=columns[:1], heading=title)
-        for name, shape in SHAPES.items():
+        for name, shape in SHAPES:
             found = roofline(shape, gpu, launch_microseconds=arguments.launch_us)
             moved = traffic(shape, found.splits).total
             results.row(
-                name, f"{moved / 1e6:,.1f}", f"{scoring_bytes(shape) / moved:.1%}", f"{found.seconds * 1e6:.1f}",
-                found.bound, str(found.splits), f"{found.programs:,} ({found.working:,})", f"{found.uneven:.2f}",
+                name, f"{shape.slots:,}", str(shape.rows), _number(moved / 1e6), f"{scoring_bytes(shape) / moved:.1%}",
+                _number(found.seconds * 1e6), found.bound, str(found.splits), f"{found.working:,}", f"{found.uneven:.2f}",
             )  # fmt: skip
         results.end()
     columns = ("step of Llama-3.1-8B, bf16", "bytes, GB", "of which scoring")
