@@ -82,9 +82,9 @@ def test_regions_change_nothing(options: dict[str, Any]) -> None:
     model = plain.PlainDecoder(layers=4)
     runs = [
         steps(model, prompted(model, 12, 2), 10, backend=backend, regions=regions, **options)
-        for backend, regions in (("eager", False), ("aot_eager", False), ("aot_eager", True))
+        for backend, regions in (("eager", False), ("aot_eager", True))
     ]
-    assert runs[0] == runs[1] == runs[2]
+    assert runs[0] == runs[1]
     assert len({tuple(rows[0]) for rows in runs[0][1]}) > 1
 
 
