@@ -145,7 +145,7 @@ rules = st.one_of(
 )
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     rule=rules,
     refresh_every=st.sampled_from((1, 1, 3, None)),

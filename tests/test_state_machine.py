@@ -258,7 +258,7 @@ def test_any_course_of_events_is_that_of_the_lists() -> None:
     run_state_machine_as_test(
         CacheMachine,
         settings=settings(
-            max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=40, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
     assert steps_taken - before > 2000
