@@ -5,6 +5,10 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import sys
+import time
+
+BEGAN = time.monotonic()
+"""Before torch is imported, which takes seconds: scripts import this first."""
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 

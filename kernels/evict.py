@@ -75,6 +75,8 @@ def evict_kernel(
         m = tl.where(where >= 0, m, mark)
         tl.store(momentum + slot * momentum_slot, m, mask=inside)
         tl.store(positions + slot * positions_slot, where, mask=inside)
+        # Nothing is smaller or equal to NaN: without this a row of NaN would choose no slot at all.
+        m = tl.where(m != m, -float("inf"), m)
         held = (where >= 0) & ((where < protect_first) | (where > position - protect_recent))
         m = tl.where(held, float("inf"), m)
         better = inside & ((m < least) | ((m == least) & ((where < oldest) | ((where == oldest) & (slot < best)))))

@@ -35,8 +35,8 @@ def _weighted_sums(weights: Tensor, value: Tensor, group: int) -> Tensor:
     """Sums over the slots of weights [B, N, G, S] times value [B, N, S, D] in half precision: [B, N, G, D], fp32.
 
     The first 4096 slots in fp32, the others in fp64. Converting every product to fp64 takes as long as all the rest of
-    it, and "at most 4096" is true of min(S, 4096) whatever S is: no guard. The second sum begins two slots early, with
-    weight 0, as a sum over one slot or none would be a case of its own. Read through indices, not as slices, since a
+    it, and "at most 4096" is true of min(S, 4096) whatever S is: no guard. The second sum begins two slots early,
+    with zeros, as a sum over one slot or none would be a case of its own. Read through indices, not as slices, since a
     slice is contiguous or not depending on where it ends.
     """
     slots = value.shape[2]
@@ -45,10 +45,14 @@ def _weighted_sums(weights: Tensor, value: Tensor, group: int) -> Tensor:
 
     def products(at: Tensor, again: Tensor | None, dtype: torch.dtype) -> Tensor:
         values = _take(value, None, None, at).float().unsqueeze(2)
-        chosen = _take(weights, None, None, None, at)
-        if again is not None:
-            chosen = torch.where(again, 0.0, chosen)
-        return _by_head(chosen, group, lambda heads: (heads.unsqueeze(4) * values).sum(3, dtype=dtype))
+
+        def summed(heads: Tensor) -> Tensor:
+            product = heads.unsqueeze(4) * values
+            if again is not None:  # not by a weight of 0, which would make an infinite value NaN
+                product = torch.where(again.unsqueeze(1), 0.0, product)
+            return product.sum(3, dtype=dtype)
+
+        return _by_head(_take(weights, None, None, None, at), group, summed)
 
     numbers = _numbers(count)
     in_fp32 = products(_numbers(first), None, torch.float32)

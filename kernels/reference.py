@@ -175,8 +175,10 @@ def next_free(momentum: Tensor, positions: Tensor, length: Tensor, protect_first
     """The slot to overwrite next, [B] int64: a dead slot if there is one, else the smallest (momentum, position).
 
     `length` is [B] int64, the new token's position. Dead slots carry momentum -inf and closed slots +inf, so both
-    fall into place by themselves; equal momentum lets the oldest position go (SPEC D7).
+    fall into place by themselves; equal momentum lets the oldest position go (SPEC D7). A token whose momentum is not
+    a number goes first: it can be compared with nothing.
     """
-    key = torch.where(is_protected(positions, length, protect_first, protect_recent), math.inf, momentum)
+    key = torch.where(momentum.isnan(), -math.inf, momentum)
+    key = torch.where(is_protected(positions, length, protect_first, protect_recent), math.inf, key)
     smallest = key == key.amin(-1, keepdim=True)
     return torch.where(smallest, positions, _LAST).argmin(-1)

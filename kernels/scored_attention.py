@@ -146,9 +146,13 @@ def merge_kernel(
     old_weight, new_weight, heads, kv_heads, slots, splits, live_row, live_slot, old_row, old_slot,
     GROUPS: tl.constexpr, VALUE_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     BLOCK_SLOTS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
-    VNORM: tl.constexpr, ENTROPY: tl.constexpr, BLEND: tl.constexpr,
+    SCORED: tl.constexpr, VNORM: tl.constexpr, ENTROPY: tl.constexpr, BLEND: tl.constexpr,
 ):  # fmt: skip
-    """Output and scores. Grid: (rows, query heads + blocks of slots); without scores (rows, query heads)."""
+    """Output and scores. Grid: (rows, query heads + blocks of slots); without scores (rows, query heads).
+
+    The grid alone would keep the scores from being written, but torch reads what a kernel may write off its code: it
+    would take `scores`, which is then the mask, for written to, and copy the mask for every layer.
+    """
     row = tl.program_id(0).to(tl.int64)
     if tl.program_id(1) < heads:
         one = row * heads + tl.program_id(1) + tl.arange(0, 1)
@@ -168,7 +172,7 @@ def merge_kernel(
         result = result / tl.max(total, 0)
         place = output + (row * heads + tl.program_id(1)) * VALUE_WIDTH + widths
         tl.store(place, result.to(output.dtype.element_ty), mask=widths < VALUE_WIDTH)
-    else:
+    elif SCORED:
         block = tl.program_id(1) - heads
         slot = block * BLOCK_SLOTS + tl.arange(0, BLOCK_SLOTS)
         inside = slot < slots
@@ -323,7 +327,7 @@ def scored_attention(
         old_weight, new_weight, heads, kv_heads, slots, splits, live.stride(0), live.stride(1), *old_strides,
         GROUPS=groups, VALUE_WIDTH=value_width, BLOCK_VALUE=plan.block_value,
         BLOCK_SLOTS=SLOTS_PER_MERGE, HEADS=HEADS_PER_MERGE, SPLITS=SPLITS_PER_MERGE,
-        VNORM=vnorm, ENTROPY=entropy, BLEND=old is not None, num_warps=4,
+        SCORED=scored, VNORM=vnorm, ENTROPY=entropy, BLEND=old is not None, num_warps=4,
     )  # fmt: skip
     if not scored:
         return output, None

@@ -1,4 +1,4 @@
-"""Every kernel compiles for GPUs that are not here, spills nothing, fits, and reads keys and values 16 bytes at a time."""
+"""Every kernel compiles for GPUs that are not here, hardly spills, fits, and reads keys and values 16 bytes at a time."""
 
 from __future__ import annotations
 
@@ -81,10 +81,20 @@ def test_attention_of_the_rest(case: Case, target: str) -> None:
 
 
 @pytest.mark.parametrize("target", GPUS)
-@pytest.mark.parametrize("scorer", ["attention", "vnorm", "entropy", None])
-def test_merge(scorer: str | None, target: str) -> None:
-    launches = kernels(launches_of(Case(BF16, 4, 128, scorer=scorer), GPUS[target]), "merge", "weigh")
-    assert len(launches) == (2 if scorer == "entropy" else 1)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(Case(BF16, 4, 128, scorer=scorer) for scorer in ("attention", "vnorm", "entropy", None)),
+        Case(BF16, 4, 128, blend=False),
+        Case(BF16, 4, 128, blend=False, scorer="entropy"),
+        Case(FP32, 64, 256, kv_heads=1, scorer="vnorm"),
+        Case(FP16, 8, 192, value_width=80),
+    ],
+    ids=str,
+)
+def test_merge(case: Case, target: str) -> None:
+    launches = kernels(launches_of(case, GPUS[target]), "merge", "weigh")
+    assert len(launches) == (2 if case.scorer == "entropy" else 1)
     for launch in launches:
         made = compile_launch(launch, GPUS[target])
         require(made)
@@ -99,6 +109,49 @@ def test_bookkeeping(target: str) -> None:
         require(made)
     assert gather.wide_loads > 0
     assert gather.narrow_loads == 0
+
+
+WRITTEN = {
+    "attend": {None: {"partial", "stats"}, "attention": {"partial", "stats", "logits"}, "entropy": {"partial", "stats", "logits"},
+               "vnorm": {"partial", "stats", "logits", "norms", "norm_stats"}},
+    "merge": {None: {"output"}, "attention": {"output", "scores"}, "vnorm": {"output", "scores"},
+              "entropy": {"output", "scores", "entropies"}},
+    "weigh": {"entropy": {"result"}},
+    "enter": {None: {"new_momentum", "new_positions"}},
+    "evict": {None: {"momentum", "positions", "free", "length"}},
+    "gather": {None: {"result"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("blend", [True, False])
+@pytest.mark.parametrize("scorer", [None, "attention", "vnorm", "entropy"])
+def test_what_torch_takes_a_kernel_to_write(scorer: str | None, blend: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads that off the kernel's code. Whatever else it took for written, a compiled step would copy before."""
+    import triton
+    from torch._higher_order_ops.triton_kernel_wrap import get_mutated_tensors, kernel_side_table
+    from triton.backends.compiler import GPUTarget
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 0
+
+    monkeypatch.setattr(triton.runtime.driver, "_active", Driver())
+    launches = launches_of(Case(BF16, 4, 128, scorer=scorer, blend=blend), GPUS["sm_90"])
+    if scorer is None:
+        launches += bookkeeping_launches(BF16, 128)
+    for launch in launches:
+        name = launch.kernel.__name__.removesuffix("_kernel")
+        tensors = {
+            key: torch.empty(2, dtype=value.dtype)
+            for key, value in launch.arguments.items()
+            if isinstance(value, torch.Tensor)
+        }
+        numbers = {key: value for key, value in launch.arguments.items() if key not in tensors}
+        places = kernel_side_table.add_kernel(launch.kernel), kernel_side_table.add_constant_args(numbers)
+        assert set(get_mutated_tensors(*places, tensors, {})) == WRITTEN[name][scorer], name
 
 
 def test_a_width_that_is_no_multiple_of_16_bytes_is_read_in_smaller_pieces() -> None:

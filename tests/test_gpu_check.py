@@ -23,8 +23,7 @@ def run(out: pathlib.Path, *arguments: str) -> tuple[subprocess.CompletedProcess
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
-    only = "kernels,bookkeeping,attention,decode 160 x 1,splits,tiles"
-    return run(tmp_path_factory.mktemp("gpu_check") / "report.json", "--only", only)
+    return run(tmp_path_factory.mktemp("gpu_check") / "report.json", "--budget-seconds", "600")
 
 
 def results(report: dict[str, Any], name: str) -> dict[str, dict[str, Any]]:
@@ -37,7 +36,8 @@ def test_it_runs_through(tiny: Any) -> None:
     done, report = tiny
     assert done.returncode == 0, done.stdout + done.stderr
     assert report["tiny"]
-    assert len(report["sections"]) == 6
+    assert len(report["sections"]) == 13
+    assert {section["status"] for section in report["sections"]} == {"ok"}
     assert all(row["is_right"] for section in report["sections"] for row in section["results"])
     assert "decode 160 x 1: ok" in done.stdout
 
@@ -51,6 +51,15 @@ def test_kernels_are_compared_with_their_definition(tiny: Any) -> None:
     equal = results(tiny[1], "bookkeeping")
     assert all(figures == {"equal": True} for figures in equal.values())
     assert {"enter 3x33", "evict 3x33 protect (4, 4)", "gather bfloat16 128"} <= equal.keys()
+
+
+def test_compiled_steps_are_compared_with_plain_ones(tiny: Any) -> None:
+    found = results(tiny[1], "steps")
+    assert list(found) == ["full refresh", "Lazy4, pooled", "Score-Free"]
+    for figures in found.values():
+        assert figures["steps with the same tokens retained"] == "24 of 24"
+        assert figures["logits error"] < 1e-5
+        assert figures["momentum error"] < 1e-5
 
 
 def test_attention_and_decode_steps_are_timed(tiny: Any) -> None:
@@ -71,7 +80,7 @@ def test_attention_and_decode_steps_are_timed(tiny: Any) -> None:
 def test_what_does_not_fit_the_budget_is_skipped_by_name(tmp_path: pathlib.Path) -> None:
     done, report = run(tmp_path / "report.json", "--budget-seconds", "0")
     assert done.returncode == 0
-    assert len(report["sections"]) == 12
+    assert len(report["sections"]) == 13
     assert all(section["status"].startswith("skipped") for section in report["sections"])
     assert "decode 160 x 2: skipped" in done.stdout
 
@@ -95,14 +104,40 @@ def slow(setting):
 def wrong(setting):
     yield Row("error", {{"size": 3.0}}, is_right=False)
 
+def wrong_and_slow(setting):
+    yield from wrong(setting)
+    yield from slow(setting)
+
+def compiles(setting):
+    yield Row("before", {{}})
+    try:
+        time.sleep(60)
+    except Exception:  # as compilers do
+        pass
+
+def compiler_fails(setting):
+    def backend(gm, inputs):
+        raise ValueError("inside")
+    yield Row("never", {{"got": torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))}})
+
+class Faulty(Setting):
+    def free_memory(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+Section = gpu_check.Section
+chosen = [Section("broken", broken, 1), Section("slow", slow, 1, most=0.3), Section("wrong", wrong, 1),
+          Section("wrong and slow", wrong_and_slow, 1, most=0.3), Section("compiles", compiles, 1, most=0.3, proves=True),
+          Section("compiler fails", compiler_fails, 1), Section("fine", lambda _: iter([Row("all", {{}})]), 1)]
 written = []
-chosen = [gpu_check.Section("broken", broken, 1), gpu_check.Section("slow", slow, 1, most=0.3),
-          gpu_check.Section("wrong", wrong, 1), gpu_check.Section("fine", lambda _: iter([Row("all", {{}})]), 1)]
-gpu_check.run(chosen, Setting(torch.device("cpu"), True), time.monotonic() + 30, lambda: written.append(1))
-assert [section.status for section in chosen] == ["failed", "out of time", "wrong", "ok"], chosen
+gpu_check.run(chosen, Faulty(torch.device("cpu"), True), time.monotonic() + 30, lambda: written.append(1))
+statuses = ["failed", "out of time", "wrong", "wrong, and out of time", "out of time", "failed", "ok"]
+assert [section.status for section in chosen] == statuses, chosen
+assert [gpu_check.is_proven(section) for section in chosen] == [False, True, False, False, False, False, True]
 assert "ValueError: broken" in chosen[0].error
-assert [len(section.results) for section in chosen] == [1, 1, 1, 1]
-assert len(written) == 4
+assert chosen[0].reason == "ValueError: broken"
+assert chosen[5].reason == "ValueError: inside"
+assert [len(section.results) for section in chosen] == [1, 1, 1, 2, 1, 0, 1]
+assert len(written) == 7
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

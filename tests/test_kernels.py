@@ -120,6 +120,16 @@ def test_sums_in_two_parts(shape: dict[str, int], chunk: int) -> None:
     torch.testing.assert_close(got.double(), output, rtol=1e-2, atol=0)
 
 
+def test_an_infinite_value_stays_infinite_where_the_parts_overlap() -> None:
+    query, key, value, live = draw(torch.float16, 1, 1, 2, 10, 8, 4, 0)
+    for slot in range(10):
+        infinite = value.clone()
+        infinite[0, 0, slot] = math.inf
+        with mock.patch.object(inductor_cpu, "_CHUNK", 6):
+            got = inductor_cpu.slot_attention(query, key, infinite, additive(live | True), 0.3, 1, 2, True)
+        assert (got == math.inf).all(), slot
+
+
 @pytest.mark.parametrize("slots", [4095, 4096, 4097, 4098, 9000])
 def test_sums_of_many_slots(slots: int) -> None:
     query, key, value, live = draw(torch.float16, 1, 1, 2, slots, 8, 4, 0)

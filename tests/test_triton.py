@@ -177,6 +177,19 @@ def test_evict_over_several_blocks_breaks_ties_by_age(seed: int) -> None:
     assert torch.equal(state[2], reference.next_free(momentum, positions, torch.full((2,), slots), 5, 7))
 
 
+@pytest.mark.parametrize("numbers", [[0, 1, 2, 3, 4], [1, 3], []], ids=["all", "some", "none"])
+def test_evict_where_momentum_is_not_a_number(numbers: list[int]) -> None:
+    """A slot there is, whatever the layers made of a row: the next step writes to it."""
+    momentum = torch.tensor([[0.5, 0.25, 0.25, 0.75, 1.0]] * 2)
+    momentum[1, numbers] = math.nan
+    positions = torch.tensor([[4, 2, 1, 0, 3]] * 2)
+    state = [momentum.clone(), positions.clone(), torch.zeros(2, dtype=torch.int64), torch.full((2,), 5)]
+    _, state = interpreted.run(evict.evict, *state, momentum, momentum, positions, 0, 0)
+    expect = {0: 2, 2: 3, 5: 3}[len(numbers)]  # the oldest of those that are not numbers
+    assert state[2].tolist() == [2, expect]
+    assert torch.equal(state[2], reference.next_free(momentum, positions, torch.full((2,), 5), 0, 0))
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @settings(max_examples=10, deadline=None)
 @given(width=st.sampled_from(WIDTHS), taken=st.integers(1, 40), room=st.integers(0, 40), turned=st.booleans())
