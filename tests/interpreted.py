@@ -43,6 +43,7 @@ def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     from inertia_fx.kernels import evict, scored_attention
 
     _mend_bf16_products()
+    _mend_indices()
     with contextlib.ExitStack() as stack:
         for module in (evict, scored_attention):  # torch 2.11 does not wrap what is interpreted; there is no graph here
             stack.enter_context(mock.patch.object(module, "wrap_triton", lambda kernel: kernel))
@@ -62,6 +63,20 @@ def _mend_bf16_products() -> None:
         return real(self, a, b, *rest)
 
     InterpreterBuilder.create_dot = create_dot
+
+
+@functools.cache
+def _mend_indices() -> None:
+    """Scalars are arrays of one element there, which numpy 2.4 does not turn into numbers for Triton 3.6."""
+    from triton.runtime import interpreter
+
+    real = interpreter._patch_lang_tensor
+
+    def patch(tensor: Any, scope: Any) -> None:
+        real(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.squeeze()))
+
+    interpreter._patch_lang_tensor = patch
 
 
 def attention_with_a_program_missing(*args: Any, **kwargs: Any) -> Any:
