@@ -69,6 +69,7 @@ def sections(setting: Setting) -> list[Section]:
         Section("bookkeeping", gpu_check_kernels.bookkeeping, 5, most=20, proves=True),
         Section("steps", gpu_check_steps.compiled_steps, 20, most=60, proves=True),
         Section("attention", gpu_check_attention.against_copy_and_sdpa, 15),
+        Section("times of bookkeeping", gpu_check_kernels.bookkeeping_times, 5),
         Section(f"decode {long} x 1", lambda _: decode.compare(long, 1), 60),
         Section(f"decode {short} x 1", lambda _: decode.compare(short, 1, peer=False), 10),
         Section(f"reduce-overhead {long} x 1", lambda _: decode.cuda_graphs(long, 1), 40),

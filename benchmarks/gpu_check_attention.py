@@ -73,15 +73,15 @@ def copy_bandwidth(setting: Setting) -> float:
     return 2 * source.nbytes / setting.seconds_per_call([lambda: target.copy_(source)])
 
 
-def ours(setting: Setting, given: Buffers, scored: bool = True, **choices: Any) -> Any:
+def ours(setting: Setting, given: Buffers, scorer: str | None = "attention", **choices: Any) -> Any:
     """The layer's attention, with its momentum update if scored."""
     if not setting.on_gpu:
-        return reference.scored_attention(*given.arguments, "attention")
+        return reference.scored_attention(*given.arguments, scorer or "attention")
     from inertia_fx.kernels import scored_attention
 
-    blend = {"old": given.old, "old_weight": 0.8, "new_weight": 0.2} if scored else {}
+    blend = {"old": given.old, "old_weight": 0.8, "new_weight": 0.2} if scorer else {}
     return scored_attention.scored_attention(
-        *given.arguments, "attention" if scored else None, processors=setting.processors, **blend, **choices
+        *given.arguments, scorer, processors=setting.processors, **blend, **choices
     )
 
 
@@ -106,7 +106,9 @@ def against_copy_and_sdpa(setting: Setting) -> Iterator[Row]:
         sets = buffers(setting, slots, rows)
         times = {
             "scored": timed(setting, sets, lambda given: ours(setting, given)),
-            "unscored": timed(setting, sets, lambda given: ours(setting, given, scored=False)),
+            "unscored": timed(setting, sets, lambda given: ours(setting, given, None)),
+            "vnorm": timed(setting, sets, lambda given: ours(setting, given, "vnorm")),
+            "entropy": timed(setting, sets, lambda given: ours(setting, given, "entropy")),
             "sdpa": timed(setting, sets, sdpa),
         }
         # RuntimeError: this backend has no kernel for grouped heads here.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -238,6 +239,31 @@ def bookkeeping(setting: Setting) -> Iterator[Row]:
         expect[:, :, :37] = buffer.gather(2, index[:, None, :, None].expand(2, 3, 37, width))
         right = torch.equal(got, expect)
         yield Row(f"gather {str(dtype).removeprefix('torch.')} {width}", {"equal": right}, is_right=right)
+
+
+def bookkeeping_times(setting: Setting) -> Iterator[Row]:
+    """What a step pays for it, once for all layers."""
+    for rows, slots in ((2, 90),) if setting.tiny else ((1, 65537), (1, 6554), (8, 6554)):
+        states = [state_of(rows, slots, setting.device) for _ in range(4)]
+        entered = [reference.enter(*state) for state in states]
+        if setting.on_gpu:
+            from inertia_fx.kernels import evict as ours
+        enter, evict = (ours.enter, ours.evict) if setting.on_gpu else (reference.enter, _evict_in_place)
+        entries = [functools.partial(enter, *state) for state in states]
+        exits = [
+            functools.partial(evict, *state, m, m, positions, 0, 0)
+            for state, (m, positions) in zip(states, entered, strict=True)
+        ]
+        with launching_directly():
+            times = {
+                "enter us": setting.seconds_per_call(entries) * 1e6,
+                "evict us": setting.seconds_per_call(exits) * 1e6,
+            }
+        yield Row(f"{slots:,} slots x {rows}", times)
+
+
+def _evict_in_place(*arguments: Any) -> None:
+    _evict_by_definition(list(arguments[:4]), *arguments[4:])
 
 
 def _enter(setting: Setting, *state: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.xdist_group("gpu_check")  # one run for all that read its report
+
 SCRIPT = pathlib.Path(__file__).parents[1] / "benchmarks" / "gpu_check.py"
 
 
@@ -36,7 +38,7 @@ def test_it_runs_through(tiny: Any) -> None:
     done, report = tiny
     assert done.returncode == 0, done.stdout + done.stderr
     assert report["tiny"]
-    assert len(report["sections"]) == 13
+    assert len(report["sections"]) == 14
     assert {section["status"] for section in report["sections"]} == {"ok"}
     assert all(row["is_right"] for section in report["sections"] for row in section["results"])
     assert "decode 160 x 1: ok" in done.stdout
@@ -68,6 +70,8 @@ def test_attention_and_decode_steps_are_timed(tiny: Any) -> None:
     assert figures["of copy"] == pytest.approx(
         2 * 8 * 60 * 128 * 2 / (figures["scored us"] * 1e-6) / (attention["copy"]["TB/s"] * 1e12)
     )
+    assert {"vnorm us", "entropy us", "unscored us", "sdpa us"} <= figures.keys()
+    assert set(results(tiny[1], "times of bookkeeping")["90 slots x 2"]) == {"enter us", "evict us"}
     decode = results(tiny[1], "decode 160 x 1")
     full, free = decode["full refresh"], decode["Score-Free"]
     # 64 tokens survive, in 65 slots; 2 layers, 2 KV heads of width 16, keys and values, bf16.
@@ -80,7 +84,7 @@ def test_attention_and_decode_steps_are_timed(tiny: Any) -> None:
 def test_what_does_not_fit_the_budget_is_skipped_by_name(tmp_path: pathlib.Path) -> None:
     done, report = run(tmp_path / "report.json", "--budget-seconds", "0")
     assert done.returncode == 0
-    assert len(report["sections"]) == 13
+    assert len(report["sections"]) == 14
     assert all(section["status"].startswith("skipped") for section in report["sections"])
     assert "decode 160 x 2: skipped" in done.stdout
 
