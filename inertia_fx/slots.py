@@ -79,7 +79,8 @@ def survivors(state: RetentionState, keep: Sequence[int], protect_first: int, pr
     """[B, max(keep)] slot indices of each row's top `keep` by (momentum, position), in text order, padded at the end."""
     alive = state.positions >= 0
     held = is_protected(state.positions, state.length - 1, protect_first, protect_recent)
-    rank = torch.where(held, CLOSED, torch.where(alive, state.momentum, DEAD))
+    known = alive & ~state.momentum.isnan()  # a momentum that is not a number goes first, as in next_free
+    rank = torch.where(held, CLOSED, torch.where(known, state.momentum, DEAD))
     kept = _sortable(rank, state.positions).topk(max(keep), dim=1).indices
     survives = torch.arange(kept.shape[1], device=kept.device) < column(keep, kept)
     return kept.gather(1, torch.where(survives, state.positions.gather(1, kept), _LAST).argsort(dim=1))

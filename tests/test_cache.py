@@ -396,3 +396,11 @@ def test_columns_of_numbers() -> None:
     assert slots.column([3, 4], like).tolist() == [[3], [4]]
     assert slots.column([3, 3], like).dtype == slots.column([3, 4], like).dtype == torch.int64
     assert slots.column([True, True], like).dtype == slots.column([True, False], like).dtype == torch.bool
+
+
+@pytest.mark.parametrize(("keep", "protected", "expect"), [(2, 0, [1, 3]), (3, 0, [1, 3, 0]), (1, 1, [2])])
+def test_tokens_whose_momentum_is_not_a_number_go_first(keep: int, protected: int, expect: list[int]) -> None:
+    momentum = torch.tensor([[math.nan, 0.5, math.nan, 0.1, -math.inf]])
+    positions = torch.tensor([[3, 1, 0, 2, -1]])
+    state = slots.RetentionState(momentum, positions, torch.tensor([4]), torch.tensor([4]))
+    assert slots.survivors(state, [keep], protected, 0).tolist() == [expect]
