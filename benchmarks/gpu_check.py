@@ -102,17 +102,18 @@ def run(chosen: list[Section], setting: Setting, deadline: float, after_each: Ca
         # Again every second, should somebody on the way catch the first one all the same.
         signal.setitimer(signal.ITIMER_REAL, min(left, section.most), 1.0)
         try:
-            for row in section.rows(setting):
-                section.results.append(row)
-                print(f"[{time.monotonic() - begin:6.1f} s] {section.name}: {row}", file=sys.stderr, flush=True)
+            try:
+                for row in section.rows(setting):
+                    section.results.append(row)
+                    print(f"[{time.monotonic() - begin:6.1f} s] {section.name}: {row}", file=sys.stderr, flush=True)
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
             section.status = "ok"
         except OutOfTime:
             section.status = "out of time"
         except Exception as error:  # a report of what went wrong is what the run is for
             section.status, section.error, section.reason = "failed", traceback.format_exc(), _reason(error)
             print(section.error, file=sys.stderr, flush=True)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
         if not all(row.is_right for row in section.results):
             section.status = "wrong" if section.status == "ok" else f"wrong, and {section.status}"
         section.seconds = time.monotonic() - begin
@@ -129,7 +130,7 @@ def _reason(error: BaseException) -> str:
 
 
 def is_proven(section: Section) -> bool:
-    """Whether nothing speaks against it: it may not have run, unless it is there to prove something."""
+    """Whether nothing speaks against it. To be skipped does not, but a proof that was begun must come to its end."""
     if section.proves:
         return section.status == "ok" or section.status.startswith("skipped")
     return not section.status.startswith(("failed", "wrong"))
