@@ -108,21 +108,24 @@ def bounded(prompt: needles.Needle, **settings: Any) -> bool:
     return found
 
 
-@pytest.mark.parametrize(
-    ("fillers", "near_equal"),
-    [(45, ("ema", "lazy4", "score_free")), (113, ("ema",))],
-    ids=["1180_tokens", "2810_tokens"],
-)
-def test_needles_are_found_after_eviction(fillers: int, near_equal: tuple[str, ...]) -> None:
-    prompts = needles.prefixed(fillers)
-    right = [prompt for prompt in prompts if full(prompt)]
+def test_needles_are_found_after_eviction() -> None:
+    """At 1,180 tokens."""
+    right = [prompt for prompt in needles.prefixed(45) if full(prompt)]
     assert len(right) >= 11
-    names = (*near_equal, "single_step")
-    found = {name: sum(bounded(prompt, **VARIANTS[name]) for prompt in right) for name in names}
-    print(f"\n{fillers} fillers, of {len(right)}: {found}")
-    for name in near_equal:
+    found = {name: sum(bounded(prompt, **settings) for prompt in right) for name, settings in VARIANTS.items()}
+    print(f"\n45 fillers, of {len(right)}: {found}")
+    for name in ("ema", "lazy4", "score_free"):
         assert found[name] >= len(right) - 1, found
     assert found["single_step"] <= found["ema"] - 2, found
+
+
+def test_needles_are_found_in_a_longer_text() -> None:
+    """At 2,810 tokens, every other prompt: most of this test's time goes into their prefills."""
+    right = [prompt for prompt in needles.prefixed(113)[::2] if full(prompt)]
+    assert len(right) >= 5
+    found = sum(bounded(prompt) for prompt in right)
+    print(f"\n113 fillers: {found} of {len(right)}")
+    assert found >= len(right) - 1
 
 
 def test_needles_that_come_late_need_patience() -> None:
