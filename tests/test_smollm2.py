@@ -120,17 +120,17 @@ def test_needles_are_found_after_eviction() -> None:
 
 
 def test_needles_are_found_in_a_longer_text() -> None:
-    """At 2,810 tokens, every other prompt: most of this test's time goes into their prefills."""
-    right = [prompt for prompt in needles.prefixed(113)[::2] if full(prompt)]
-    assert len(right) >= 5
+    """At 2,810 tokens, every third prompt: most of this test's time goes into their prefills."""
+    right = [prompt for prompt in needles.prefixed(113)[::3] if full(prompt)]
+    assert len(right) >= 3
     found = sum(bounded(prompt) for prompt in right)
     print(f"\n113 fillers: {found} of {len(right)}")
     assert found >= len(right) - 1
 
 
 def test_needles_that_come_late_need_patience() -> None:
-    right = [prompt for prompt in needles.chat() if full(prompt)]
-    assert len(right) >= 7
+    right = [prompt for prompt in needles.chat()[:5] if full(prompt)]
+    assert len(right) >= 4
     patient = sum(bounded(prompt, **PATIENT) for prompt in right)
     at_once = sum(bounded(prompt) for prompt in right[:3])
     print(f"\nchat, of {len(right)}: {patient} with patience; {at_once} of 3 with the paper's rule")
