@@ -30,6 +30,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import checkout  # makes this checkout importable, which the next ones need
 import gpu_check_attention
+import gpu_check_bookkeeping
 import gpu_check_decode
 import gpu_check_kernels
 import gpu_check_steps
@@ -66,10 +67,10 @@ def sections(setting: Setting) -> list[Section]:
     many = 2 if setting.tiny else 8
     return [
         Section("kernels", gpu_check_kernels.attention, 15, most=90, proves=True),  # forty kernels to compile
-        Section("bookkeeping", gpu_check_kernels.bookkeeping, 5, most=20, proves=True),
+        Section("bookkeeping", gpu_check_bookkeeping.bookkeeping, 5, most=20, proves=True),
         Section("steps", gpu_check_steps.compiled_steps, 20, most=60, proves=True),
         Section("attention", gpu_check_attention.against_copy_and_sdpa, 15),
-        Section("times of bookkeeping", gpu_check_kernels.bookkeeping_times, 5),
+        Section("times of bookkeeping", gpu_check_bookkeeping.bookkeeping_times, 5),
         Section(f"decode {long} x 1", lambda _: decode.compare(long, 1), 60),
         Section(f"decode {short} x 1", lambda _: decode.compare(short, 1, peer=False), 10),
         Section(f"reduce-overhead {long} x 1", lambda _: decode.cuda_graphs(long, 1), 40),

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_check_kernels import launching_directly
-from gpu_check_report import Row, Setting
+from gpu_check_report import Row, Setting, launching_directly
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 

@@ -26,6 +26,13 @@ TINY = LLAMA | {
 }  # fmt: skip
 
 
+def random_llama(shape: dict[str, Any], dtype: torch.dtype) -> Any:
+    """A Llama of random weights, on torch's current default device."""
+    config = transformers.LlamaConfig(**shape)
+    config._attn_implementation = "sdpa"
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
 @dataclasses.dataclass
 class Timing:
     """Of one decode step. `tokens_per_second` counts all rows."""
@@ -55,10 +62,8 @@ class Decoding:
     @property
     def model(self) -> Any:
         if self._model is None:
-            config = transformers.LlamaConfig(**(TINY if self.setting.tiny else LLAMA))
-            config._attn_implementation = "sdpa"
             with torch.device(self.setting.device):
-                self._model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+                self._model = random_llama(TINY if self.setting.tiny else LLAMA, torch.bfloat16)
         return self._model
 
     def compiled(self, rows: int) -> Any:

@@ -1,18 +1,15 @@
-"""`gpu_check.py`: every kernel against its definition in `kernels/reference.py`, which is fed fp64."""
+"""`gpu_check.py`: every attention kernel against its definition in `kernels/reference.py`, which is fed fp64."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_check_report import Row, Setting
+from gpu_check_report import Row, Setting, launching_directly, poisoned_memory
 from torch import Tensor
-from torch.utils import deterministic
 
 from inertia_fx.kernels import reference
 
@@ -141,28 +138,6 @@ def kernels(case: Case, given: dict[str, Tensor], setting: Setting) -> tuple[Ten
         )
 
 
-@contextlib.contextmanager
-def launching_directly() -> Iterator[None]:
-    """Without the dispatch of a higher-order operator, about a millisecond per launch, that `wrap_triton` is for tracing."""
-    from torch._library.triton import set_wrap_triton_enabled
-
-    with set_wrap_triton_enabled(False):
-        yield
-
-
-@contextlib.contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Every `empty` is full of NaN: a kernel that leaves a hole, or reads what it did not write, is found out."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    filled, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, True
-    try:
-        yield
-    finally:
-        deterministic.fill_uninitialized_memory = filled
-        torch.use_deterministic_algorithms(before)
-
-
 def attention(setting: Setting) -> Iterator[Row]:
     """Outputs and scores (or the blend with the old momentum) of every case."""
     for case in TINY_CASES if setting.tiny else CASES:
@@ -193,111 +168,3 @@ def relative_error(got: Tensor, expect: Tensor) -> float:
     """The largest, of what is not vanishingly small (a millionth of the largest)."""
     floor = 1e-6 * expect.abs().max().clamp(min=1e-30)
     return float(((got.double() - expect.double()).abs() / (expect.double().abs() + floor)).max())
-
-
-# ---------------------------------------------------------------------- who enters, who leaves, who stays
-
-
-def state_of(rows: int, slots: int, device: torch.device) -> list[Tensor]:
-    """Momentum with many ties, dead and closed slots, positions in any order; the slot to fill; tokens seen."""
-    generator = torch.Generator(device).manual_seed(slots)
-    positions = torch.stack([torch.randperm(slots, generator=generator, device=device) for _ in range(rows)])
-    momentum = torch.randint(0, 4, (rows, slots), generator=generator, device=device) / 7 + 0.01
-    kind = torch.rand(rows, slots, generator=generator, device=device)
-    kind[-1] = 1  # no dead slot in the last row: somebody has to go
-    momentum[kind < 0.1], momentum[(kind >= 0.1) & (kind < 0.2)] = -math.inf, math.inf
-    positions[kind < 0.2] = -1
-    free = torch.randint(0, slots, (rows,), generator=generator, device=device)
-    return [momentum, positions, free, torch.full((rows,), slots, device=device)]
-
-
-def bookkeeping(setting: Setting) -> Iterator[Row]:
-    """Enter, evict and gather. Exact, but for the last bit of the mean, whose sum may run in another order."""
-    shapes = ((3, 33), (2, 90)) if setting.tiny else ((1, 65537), (8, 6401), (128, 130), (3, 1))
-    for rows, slots in shapes:
-        state = state_of(rows, slots, setting.device)
-        momentum, positions = _enter(setting, *state)
-        expect_momentum, expect_positions = reference.enter(*state)
-        right = torch.equal(positions, expect_positions) and torch.allclose(
-            momentum, expect_momentum, rtol=3e-7, atol=0
-        )
-        yield Row(f"enter {rows}x{slots}", {"equal": right}, is_right=right)
-        for protected in ((0, 0), (4, slots // 8)):
-            marks = momentum.clone()
-            moved = torch.where(positions >= 0, momentum * 2, 0.125)  # whatever the layers make of dead slots
-            ours, expect = [t.clone() for t in state], [t.clone() for t in state]
-            _evict(setting, ours, moved, marks, positions, *protected)
-            _evict_by_definition(expect, moved, marks, positions, *protected)
-            right = all(torch.equal(mine, theirs) for mine, theirs in zip(ours, expect, strict=True))
-            yield Row(f"evict {rows}x{slots} protect {protected}", {"equal": right}, is_right=right)
-    for dtype, width in ((BF16, 128), (FP32, 80), (FP16, 20)):
-        buffer = torch.randn(2, 3, 200, width, device=setting.device).to(dtype)
-        index = torch.rand(2, 200, device=setting.device).argsort(1)[:, :37]
-        with poisoned_memory():
-            got = _gather(setting, buffer, index, 41)
-        expect = torch.zeros(2, 3, 41, width, dtype=dtype, device=setting.device)
-        expect[:, :, :37] = buffer.gather(2, index[:, None, :, None].expand(2, 3, 37, width))
-        right = torch.equal(got, expect)
-        yield Row(f"gather {str(dtype).removeprefix('torch.')} {width}", {"equal": right}, is_right=right)
-
-
-def bookkeeping_times(setting: Setting) -> Iterator[Row]:
-    """What a step pays for it, once for all layers."""
-    for rows, slots in ((2, 90),) if setting.tiny else ((1, 65537), (1, 6554), (8, 6554)):
-        states = [state_of(rows, slots, setting.device) for _ in range(4)]
-        entered = [reference.enter(*state) for state in states]
-        if setting.on_gpu:
-            from inertia_fx.kernels import evict as ours
-        enter, evict = (ours.enter, ours.evict) if setting.on_gpu else (reference.enter, _evict_in_place)
-        entries = [functools.partial(enter, *state) for state in states]
-        exits = [
-            functools.partial(evict, *state, m, m, positions, 0, 0)
-            for state, (m, positions) in zip(states, entered, strict=True)
-        ]
-        with launching_directly():
-            times = {
-                "enter us": setting.seconds_per_call(entries) * 1e6,
-                "evict us": setting.seconds_per_call(exits) * 1e6,
-            }
-        yield Row(f"{slots:,} slots x {rows}", times)
-
-
-def _evict_in_place(*arguments: Any) -> None:
-    _evict_by_definition(list(arguments[:4]), *arguments[4:])
-
-
-def _enter(setting: Setting, *state: Tensor) -> tuple[Tensor, Tensor]:
-    if not setting.on_gpu:
-        return reference.enter(*state)
-    from inertia_fx.kernels import evict
-
-    with poisoned_memory(), launching_directly():
-        return evict.enter(*state)
-
-
-def _evict(setting: Setting, state: list[Tensor], *arguments: Any) -> None:
-    if not setting.on_gpu:
-        return _evict_by_definition(state, *arguments)
-    from inertia_fx.kernels import evict
-
-    with poisoned_memory(), launching_directly():
-        evict.evict(*state, *arguments)
-
-
-def _evict_by_definition(
-    state: list[Tensor], moved: Tensor, marks: Tensor, positions: Tensor, protect_first: int, protect_recent: int
-) -> None:
-    momentum = torch.where(positions >= 0, moved, marks)
-    free = reference.next_free(momentum, positions, state[3], protect_first, protect_recent)
-    for tensor, value in zip(state, (momentum, positions, free, state[3] + 1), strict=True):
-        tensor.copy_(value)
-
-
-def _gather(setting: Setting, buffer: Tensor, index: Tensor, capacity: int) -> Tensor:
-    if setting.on_gpu:
-        from inertia_fx.kernels import evict
-
-        return evict.gather(buffer, index, capacity)
-    from inertia_fx.slots import _take
-
-    return _take(buffer, index, capacity)

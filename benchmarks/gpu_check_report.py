@@ -1,15 +1,17 @@
-"""What the sections of `gpu_check.py` share: a row of the report, where things run, and how they are timed."""
+"""What the sections of `gpu_check.py` share: a row of the report, where things run, how they are launched and timed."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils import deterministic
 
 
 @dataclasses.dataclass
@@ -108,3 +110,25 @@ class Setting:
             end.synchronize()
             times.append(begin.elapsed_time(end) * 1e-3)
         return statistics.median(times) / len(calls)
+
+
+@contextlib.contextmanager
+def launching_directly() -> Iterator[None]:
+    """Without the dispatch of a higher-order operator, about a millisecond per launch, that `wrap_triton` is for tracing."""
+    from torch._library.triton import set_wrap_triton_enabled
+
+    with set_wrap_triton_enabled(False):
+        yield
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Every `empty` is full of NaN: a kernel that leaves a hole, or reads what it did not write, is found out."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    filled, deterministic.fill_uninitialized_memory = deterministic.fill_uninitialized_memory, True
+    try:
+        yield
+    finally:
+        deterministic.fill_uninitialized_memory = filled
+        torch.use_deterministic_algorithms(before)

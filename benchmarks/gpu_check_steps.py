@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
+from gpu_check_decode import random_llama
 from gpu_check_report import Row, Setting
 
 import inertia_fx
@@ -34,9 +34,7 @@ class Course:
 def compiled_steps(setting: Setting) -> Iterator[Row]:
     """The passes, the operators and Inductor's own launches together: what users run. On a CPU, AOTAutograd's graph."""
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**SHAPE)
-    config._attn_implementation = "sdpa"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = random_llama(SHAPE, torch.float32)
     moved = copy.deepcopy(model).to(setting.device)
     plain = inertia_fx.compile(model, backend="eager")
     backend = "inductor" if setting.on_gpu else "aot_eager"
@@ -69,10 +67,7 @@ def _course(model: Any, device: torch.device, **settings: Any) -> Course:
 
 def _compared(name: str, expect: Course, got: Course) -> Row:
     """Up to the first step at which somebody else is retained: from there on nothing can be equal."""
-    same = next(
-        (step for step in range(STEPS) if expect.retained[step] != got.retained[step]),
-        STEPS,
-    )
+    same = next((step for step in range(STEPS) if expect.retained[step] != got.retained[step]), STEPS)
     logits = max((_error(a, b) for a, b in zip(expect.logits[: same + 1], got.logits, strict=False)), default=0.0)
     momentum = max((_error(a, b) for a, b in zip(expect.momentum[:same], got.momentum, strict=False)), default=0.0)
     return Row(
