@@ -129,8 +129,8 @@ def test_needles_are_found_in_a_longer_text() -> None:
 
 
 def test_needles_that_come_late_need_patience() -> None:
-    right = [prompt for prompt in needles.chat()[:5] if full(prompt)]
-    assert len(right) >= 4
+    right = [prompt for prompt in needles.chat() if full(prompt)]
+    assert len(right) >= 7
     patient = sum(bounded(prompt, **PATIENT) for prompt in right)
     at_once = sum(bounded(prompt) for prompt in right[:3])
     print(f"\nchat, of {len(right)}: {patient} with patience; {at_once} of 3 with the paper's rule")
