@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from inertia_fx import ops
 from inertia_fx.kernels import inductor_cpu, reference
 
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-2, torch.float16: 3e-3}
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 shapes = st.fixed_dictionaries(
     {
@@ -90,10 +90,13 @@ def test_scored_attention(dtype: torch.dtype, scorer: str, shape: dict[str, int]
         "half": inductor_cpu.scored_attention(*arguments, live, scale, kv_heads, scorer, group, True),
         "full": inductor_cpu.scored_attention(*arguments, live, scale, kv_heads, scorer, group, False),
     }
+    # The definition rounds its logits to the model's dtype, the other forms keep them in fp32.
+    rounded = {"reference": 2 * tolerance, "operator": 2 * tolerance}
     for name, (got, got_scores) in forms.items():
         assert got.dtype == dtype
         assert got_scores.dtype == torch.float32
-        torch.testing.assert_close(got.double(), output, rtol=tolerance, atol=tolerance, msg=name)
+        allowed = rounded.get(name, tolerance)
+        torch.testing.assert_close(got.double(), output, rtol=allowed, atol=allowed, msg=name)
         torch.testing.assert_close(got_scores.double(), scores, rtol=tolerance, atol=tolerance, msg=name)
         assert (got_scores[~live] == 0).all(), name
     unscored = {
@@ -103,7 +106,8 @@ def test_scored_attention(dtype: torch.dtype, scorer: str, shape: dict[str, int]
         "full": inductor_cpu.slot_attention(*arguments, scale, kv_heads, group, False),
     }
     for name, got in unscored.items():
-        torch.testing.assert_close(got.double(), output, rtol=tolerance, atol=tolerance, msg=name)
+        allowed = rounded.get(name, tolerance)
+        torch.testing.assert_close(got.double(), output, rtol=allowed, atol=allowed, msg=name)
 
 
 @settings(max_examples=50, deadline=None)
