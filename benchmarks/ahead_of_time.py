@@ -27,7 +27,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from inertia_fx.kernels import evict, plan, scored_attention
+from inertia_fx.kernels.triton import attention as scored_attention
+from inertia_fx.kernels.triton import plan
+from inertia_fx.kernels.triton import state as evict
 
 SLOTS = 6401
 """Odd, so that nothing is taken for a multiple of 16 that in a graph with symbolic sizes is not known to be one."""

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from result_tables import Results
 
-from inertia_fx.kernels import inductor_cpu, reference
+from inertia_fx.kernels import cpu as inductor_cpu
+from inertia_fx.kernels import reference
 
 HEADS, KV_HEADS, WIDTH = 9, 3, 64
 

@@ -45,7 +45,7 @@ def first_step(name: str, model: str | None, dtype: str, backend: str) -> dict[s
     from decode_step import bounded, filled_cache
 
     import inertia_fx
-    from inertia_fx import models
+    from inertia_fx.cli import checkpoint as models
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

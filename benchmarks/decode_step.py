@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import inertia_fx
-from inertia_fx import models
+from inertia_fx.cli import checkpoint as models
 
 COLUMNS = ("step", "ms", "faster", "floor", "cached", "K/V MiB", "start, s")
 """The last one: what the first three steps took, compile included. Equal graphs are compiled once per process."""

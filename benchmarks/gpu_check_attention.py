@@ -15,7 +15,8 @@ from gpu_check_report import Row, Setting, launching_directly
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from inertia_fx.kernels import plan, reference
+from inertia_fx.kernels import reference
+from inertia_fx.kernels.triton import plan
 
 KV_HEADS, GROUPS, WIDTH = 8, 4, 128
 """Of Llama-3.1-8B."""
@@ -76,7 +77,7 @@ def ours(setting: Setting, given: Buffers, scorer: str | None = "attention", **c
     """The layer's attention, with its momentum update if scored."""
     if not setting.on_gpu:
         return reference.scored_attention(*given.arguments, scorer or "attention")
-    from inertia_fx.kernels import scored_attention
+    from inertia_fx.kernels.triton import attention as scored_attention
 
     blend = {"old": given.old, "old_weight": 0.8, "new_weight": 0.2} if scorer else {}
     return scored_attention.scored_attention(

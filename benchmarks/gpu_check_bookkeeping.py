@@ -81,10 +81,10 @@ def bookkeeping_times(setting: Setting) -> Iterator[Row]:
 def _launches(setting: Setting) -> tuple[Callable[..., Any], ...]:
     """Enter, evict and gather: the kernels, or their definitions where there is no GPU to run them."""
     if setting.on_gpu:
-        from inertia_fx.kernels import evict
+        from inertia_fx.kernels.triton import state as evict
 
         return evict.enter, evict.evict, evict.gather
-    from inertia_fx.slots import _take
+    from inertia_fx.cache.storage import _take
 
     return reference.enter, _evict_by_definition, _take
 

@@ -16,7 +16,7 @@ import sys
 import torch
 from result_tables import Results
 
-from inertia_fx.kernels import plan
+from inertia_fx.kernels.triton import plan
 
 
 @dataclasses.dataclass(frozen=True)

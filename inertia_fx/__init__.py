@@ -8,7 +8,7 @@
 from . import errors
 from .api import compile
 from .config import Config
-from .huggingface_cache import InertiaCache
+from .huggingface.cache import InertiaCache
 
 __version__ = "0.1.0"
 

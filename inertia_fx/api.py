@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from .backend import check_inner
 from .config import DEFAULT_RATIO, Aggregator, Config, Scorer
 from .errors import ConfigError
-from .huggingface import wrap
+from .huggingface.model import wrap
 
 Model = TypeVar("Model")
 

@@ -14,7 +14,7 @@ def evict(rewrite: Rewrite) -> PassResult:
     marker = rewrite.marker
     protect = marker.protect_first, marker.protect_recent
     if rewrite.kernels == "triton":
-        from ..kernels import triton_ops  # noqa: F401  (defines the operator)
+        from ..kernels.triton import ops as triton_ops  # noqa: F401  (defines the operator)
 
         with rewrite.graph.inserting_before(marker.node):
             rewrite.graph.call_function(

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ..errors import UnsupportedAttentionError
-from ..kernels.plan import runs_triton
+from ..kernels.triton.plan import runs_triton
 
 if TYPE_CHECKING:
     from ..backend import BackendOptions

@@ -7,7 +7,8 @@ from typing import Any
 from torch import fx
 
 from .. import ops  # noqa: F401  (defines the operators named below)
-from ..kernels import inductor_cpu, reference
+from ..kernels import cpu as inductor_cpu
+from ..kernels import reference
 from .graph_utils import PassResult, Rewrite, replace
 from .lower_to_triton import BLEND, SCORED, UNSCORED, lower_to_triton
 

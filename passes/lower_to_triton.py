@@ -12,7 +12,8 @@ import operator
 import torch
 from torch import fx
 
-from ..kernels import plan, reference
+from ..kernels import reference
+from ..kernels.triton import plan
 from .check_mask import run_on_a_small_state
 from .graph_utils import PassResult, Refusal, Rewrite, ancestors, calls, erase_dead
 
@@ -22,7 +23,7 @@ BLEND = torch.ops.inertia_fx.blend.default
 
 def lower_to_triton(rewrite: Rewrite) -> PassResult:
     """Scored and unscored attention, blends and the entry of the new token; what is skipped is left for `lower` to inline."""
-    from ..kernels import triton_ops  # noqa: F401  (defines the operators; needs triton)
+    from ..kernels.triton import ops as triton_ops  # noqa: F401  (defines the operators; needs triton)
 
     graph, triton = rewrite.graph, torch.ops.inertia_fx
     matched, skipped = [], []

@@ -20,7 +20,7 @@
 
 from __future__ import annotations
 
-from .parity import check
-from .report import Finding, Ranking, Report, RowReport, Stability
+from .check.compare import check
+from .check.report import Finding, Ranking, Report, RowReport, Stability
 
 __all__ = ["Finding", "Ranking", "Report", "RowReport", "Stability", "check"]

@@ -1,0 +1,5 @@
+"""The command `inertia-fx`."""
+
+from .commands import main
+
+__all__ = ["main"]

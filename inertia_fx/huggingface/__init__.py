@@ -1,0 +1,1 @@
+"""All that knows transformers: the compiled model, its cache, what is refused."""

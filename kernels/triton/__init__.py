@@ -1,0 +1,1 @@
+"""The Triton kernels: attention with scores, the state's bookkeeping, and how both are cut to a device."""

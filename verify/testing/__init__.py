@@ -1,0 +1,1 @@
+"""The test kit: tiny decoders, synthetic attention, hypothesis strategies, and the contract as pytest tests."""
