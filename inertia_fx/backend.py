@@ -12,7 +12,7 @@ import dataclasses
 import itertools
 import time
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,43 +21,25 @@ from torch import Tensor, fx
 from . import debug
 from .config import Config
 from .errors import ConfigError
-from .passes import Rewrite, find_marker, has_marker, inline_regions, run_passes
-from .passes.metadata import with_shared_symbols
+from .passes import PASSES, Pass, PassOptions, check_passes, marker_in, run_passes
 
 _GRAPH = ("alpha", "alpha_time", "alpha_layer", "aggregator", "scorer")
 _HOST_ONLY = tuple(field.name for field in dataclasses.fields(Config) if field.name not in _GRAPH)
 
 
 @dataclasses.dataclass(frozen=True)
-class BackendOptions:
-    """What is compiled into a decode graph.
+class BackendOptions(PassOptions):
+    """The options of the backend: what is compiled into a decode graph, and with what.
 
     Args:
-        alpha, alpha_time, alpha_layer, aggregator, scorer: as in `Config`.
-        score: False compiles a step that leaves the momentum alone (Lazy's and Score-Free's other steps).
-        backend: inner compiler, a name that torch.compile knows or a callable ``(gm, inputs) -> callable``.
         mode, options: Inductor's, as in torch.compile.
-        passes: False leaves the graph as traced: the step decodes, with a momentum that never moves (for bisecting).
-        regions: False compiles every layer by itself instead of equal layers once (for bisecting; slower to compile).
+        passes: False leaves the graph as traced: the step decodes, with a momentum that never moves (for bisecting). A
+            sequence of passes runs those: :data:`inertia_fx.passes.PASSES` with some of your own among them.
     """
 
-    alpha: float = 0.8
-    alpha_time: float | None = None
-    alpha_layer: float | None = None
-    aggregator: str = "ema"
-    scorer: str = "attention"
-    score: bool = True
-    backend: str | Callable[..., Any] = "inductor"
     mode: str | None = None
     options: Mapping[str, Any] | None = None
-    passes: bool = True
-    regions: bool = True
-
-    @property
-    def last_layer_alone(self) -> bool:
-        """Whether every layer's weight but the last one's is 0 (SPEC D11)."""
-        layer_weight = self.alpha if self.alpha_layer is None else self.alpha_layer
-        return self.aggregator == "single_step" or (self.aggregator == "ema" and layer_weight == 0)
+    passes: bool | Sequence[Pass] = True
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> BackendOptions:
@@ -87,7 +69,13 @@ class BackendOptions:
             scorer=checked.scorer,  # type: ignore[arg-type]
         )
         check_inner(checked.backend, checked.mode, checked.options)
+        check_passes(checked.pass_list, checked.disable_passes)
         return checked
+
+    @property
+    def pass_list(self) -> Sequence[Pass]:
+        """The passes to run."""
+        return PASSES if isinstance(self.passes, bool) else tuple(self.passes)
 
 
 def check_inner(backend: str | Callable[..., Any], mode: str | None, options: Mapping[str, Any] | None) -> None:
@@ -137,23 +125,18 @@ def inertia(
         UnsupportedAttentionError: a layer's attention is not understood; nothing has been compiled or changed.
     """
     settings = BackendOptions.of(options)
-    if settings.passes and has_marker(gm):
-        debug.stage("rewriting its graph")
-        before = debug.readable(gm)
-        inline_regions(gm)
-        marker = find_marker(gm.graph)
-        assert marker is not None
-        results = run_passes(Rewrite(gm, marker, settings))
-        debug.publish(debug.Explanation(results, before, debug.readable(gm)))
-        if settings.backend == "inductor":
-            example_inputs = with_shared_symbols(gm.graph, example_inputs)
-        inner = settings.backend if isinstance(settings.backend, str) else "its inner compiler"
-        debug.stage(f"compiling its {len(marker.keys)} layers with {inner}")
-        began = time.perf_counter()
-        compiled = _compile_inner(gm, example_inputs, settings)
-        debug.log.info("compiled in %.1f s", time.perf_counter() - began)
-        return compiled
-    return _compile_inner(gm, example_inputs, settings)
+    marker = None if settings.passes is False else marker_in(gm)
+    if marker is None:
+        return _compile_inner(gm, example_inputs, settings)
+    debug.stage("rewriting its graph")
+    example_inputs = list(example_inputs)
+    gm = run_passes(gm, example_inputs, options=settings, passes=settings.pass_list)
+    inner = settings.backend if isinstance(settings.backend, str) else "its inner compiler"
+    debug.stage(f"compiling its {len(marker.keys)} layers with {inner}")
+    began = time.perf_counter()
+    compiled = _compile_inner(gm, example_inputs, settings)
+    debug.log.info("compiled in %.1f s", time.perf_counter() - began)
+    return compiled
 
 
 def _compile_inner(gm: fx.GraphModule, example_inputs: list[Tensor], settings: BackendOptions) -> Callable[..., Any]:

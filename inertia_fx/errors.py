@@ -45,6 +45,26 @@ class UnsupportedAttentionError(UnsupportedModelError):
         )
 
 
+class PassError(InertiaError):
+    """A pass, of ours or of the user's, raised an error or left a graph that cannot be compiled.
+
+    Attributes:
+        name: the pass.
+        reason: what it did, or what is wrong with the graph.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self.reason = name, reason
+        super().__init__(name, reason)
+
+    def __str__(self) -> str:
+        return (
+            f"The pass {self.name!r} did not work: {self.reason}.\n"
+            "  What to do: leave it out of the list of passes, or look at the graph before and after it with"
+            " inertia_fx.debug.record(). Nothing was compiled."
+        )
+
+
 class PositionBiasError(UnsupportedAttentionError):
     """The attention adds a bias that depends on positions (ALiBi, relative bias); eviction would move the distances."""
 

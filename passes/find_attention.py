@@ -1,12 +1,12 @@
 """Find every layer's attention over the slot buffers, or say why not.
 
-Two forms are understood, each with or without the expansion of KV heads to query heads:
+Two forms are read, each with or without the expansion of KV heads to query heads:
 
     SDPA      scaled_dot_product_attention(q, K, V, attn_mask=mask)
     softmax   matmul(q, K^T) [* or / scale] + mask -> softmax [-> cast, dropout(0)] -> matmul(., V)
 
-K and V must be a layer's slot buffers as the marker lists them, nothing computed from them; the mask must be computed
-from the retention state alone, so that it says which slots are live and cannot be a bias that depends on positions.
+K and V must be a layer's slot buffers as the marker lists them; the mask, added or filled in, must be the validity of the
+slots. Reading is a proposal: `prove_attention_pass` runs what was read beside what it is replaced by.
 """
 
 from __future__ import annotations
@@ -18,57 +18,29 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import fx
-from torch.fx.operator_schemas import normalize_function
+from torch import Tensor, fx
 
 from ..errors import UnsupportedAttentionError
 from .check_mask import check_mask
-from .graph_utils import (
-    Marker,
-    PassResult,
-    Refusal,
-    Rewrite,
+from .contract import SITE, AttentionSite, Marker, PassOptions, Refusal, record_match, record_skip, require_marker
+from .nodes import (
+    adds,
     ancestors,
     argument,
     calls,
+    describe,
     dtype_of,
-    mutation_of,
+    is_softmax,
+    multiplies_matrices,
+    named_arguments,
+    operands,
     shape_of,
     unwrap_cast,
     unwrap_repeat,
     unwrap_transpose,
     user_line,
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionSite:
-    """One layer's attention in the graph.
-
-    Attributes:
-        layer: index into the cache's layers.
-        form: "sdpa" or "softmax".
-        output: the node to replace, [B, H, 1, Dv].
-        query: [B, H, 1, D]; key: [B, N, S, D] and value: [B, N, S, Dv] are the slot buffers themselves.
-        mask: [B or 1, 1, 1, S], bool or additive; ``None`` if it has none: then it attends to the live slots.
-        scale: factor of the logits, a number or a node.
-        kv_heads, groups: N and H / N.
-    """
-
-    layer: int
-    form: str
-    output: fx.Node
-    query: fx.Node
-    key: fx.Node
-    value: fx.Node
-    mask: fx.Node | None
-    scale: float | fx.Node
-    kv_heads: int
-    groups: int
-
-    def __str__(self) -> str:
-        heads = f"{self.kv_heads * self.groups} query / {self.kv_heads} key-value heads"
-        return f"layer {self.layer}: {self.form} at '{self.output.name}', {heads}, scale {self.scale}"
+from .slices import Slicer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,23 +53,24 @@ class _Candidate:
     key: Any
     value: Any
     mask: Any
+    mask_kind: str
     scale: Any
 
 
-def find_attention(rewrite: Rewrite) -> PassResult:
-    """Fill `rewrite.sites`, one per cache layer, in the cache's order.
+def find_attention_pass(gm: fx.GraphModule, example_inputs: list[Tensor], *, options: PassOptions) -> fx.GraphModule:
+    """Find the attention of every cache layer and leave an :class:`AttentionSite` in its output node's `meta`.
 
     Raises:
         UnsupportedAttentionError: a layer has no attention, more than one, or one that is not understood.
         PositionBiasError: the reason is a bias that depends on positions.
     """
-    marker = rewrite.marker
+    marker = require_marker(gm)
+    slicer = Slicer(gm.graph, marker)
     layer_of = {key: index for index, key in enumerate(marker.keys)}
     sites: dict[int, AttentionSite] = {}
     refused: dict[int, tuple[fx.Node, Refusal]] = {}
-    masks: set[fx.Node] = set()
-    skipped = []
-    for node in rewrite.graph.nodes:
+    masks: set[tuple[fx.Node, str]] = set()
+    for node in gm.graph.nodes:
         if not _is_attention(node):
             continue
         reached = [layer_of[up] for up in ancestors(node) if up in layer_of and _feeds(node, up)]
@@ -105,27 +78,29 @@ def find_attention(rewrite: Rewrite) -> PassResult:
             candidate = _read(node, marker)
             root = unwrap_repeat(candidate.key)
             if root not in layer_of:
-                raise Refusal("its keys are not a slot buffer of the cache, but computed by " + _describe(root))
+                raise Refusal("its keys are not a slot buffer of the cache, but computed by " + describe(root))
             layer = layer_of[root]
             if layer in sites:
                 raise Refusal(f"a second attention reads the keys of layer {layer} (first: '{sites[layer].output}')")
-            sites[layer] = _check(candidate, layer, marker, masks)
+            sites[layer] = _check(candidate, layer, marker, slicer, masks)
         except Refusal as refusal:
             for layer in reached:
                 refused.setdefault(layer, (node, refusal))
-            skipped.append(f"'{node.name}': {refusal.reason}")
+            record_skip(gm, refusal.reason, node=node.name)
     for layer in range(len(marker.keys)):
         if layer in refused:
             node, why = refused[layer]
             raise why.kind(layer, node.name, why.reason, user_line(node)) from None
         if layer not in sites:
             raise _missing(marker, layer)
-    rewrite.sites = tuple(sites[layer] for layer in range(len(marker.keys)))
-    return PassResult("find_attention", tuple(map(str, rewrite.sites)), tuple(skipped))
+    for layer, site in sorted(sites.items()):
+        site.output.meta[SITE] = site
+        record_match(gm, str(site), layer=layer, node=site.output.name)
+    return gm
 
 
 def _is_attention(node: fx.Node) -> bool:
-    return calls(node, "", F.scaled_dot_product_attention) or calls(node, "softmax", F.softmax, torch.softmax)
+    return calls(node, "", F.scaled_dot_product_attention) or is_softmax(node)
 
 
 def _feeds(node: fx.Node, buffer: fx.Node) -> bool:
@@ -147,15 +122,8 @@ def _missing(marker: Marker, layer: int) -> UnsupportedAttentionError:
     ]
     if not readers:
         return UnsupportedAttentionError(layer, None, "nothing in the step reads its cached keys")
-    reason = f"its cached keys are read by {_describe(readers[0])}, which leads to no attention"
+    reason = f"its cached keys are read by {describe(readers[0])}, which leads to no attention"
     return UnsupportedAttentionError(layer, readers[0].name, reason, user_line(readers[0]))
-
-
-def _describe(node: Any) -> str:
-    if not isinstance(node, fx.Node):
-        return repr(node)
-    name = getattr(node.target, "__name__", str(node.target))
-    return f"{name} ('{node.name}')"
 
 
 # ---------------------------------------------------------------------- reading
@@ -166,10 +134,9 @@ def _read(node: fx.Node, marker: Marker) -> _Candidate:
 
 
 def _read_sdpa(node: fx.Node) -> _Candidate:
-    normal = normalize_function(node.target, node.args, node.kwargs, normalize_to_only_use_kwargs=True)
-    if normal is None:
+    arguments = named_arguments(node)
+    if arguments is None:
         raise Refusal("its arguments do not fit the signature of scaled_dot_product_attention")
-    arguments = normal.kwargs
     if arguments["dropout_p"] != 0:
         raise Refusal(f"it drops attention weights (dropout_p={arguments['dropout_p']}): call model.eval() first")
     if arguments["is_causal"]:
@@ -180,63 +147,120 @@ def _read_sdpa(node: fx.Node) -> _Candidate:
         if shape is None:
             raise Refusal("the width of its queries is unknown, and with it its default scale")
         scale = 1 / math.sqrt(shape[-1])
-    return _Candidate(
-        "sdpa", node, arguments["query"], arguments["key"], arguments["value"], arguments["attn_mask"], scale
-    )
+    mask = arguments["attn_mask"]
+    kind = "keep" if isinstance(mask, fx.Node) and dtype_of(mask) == torch.bool else "add"
+    return _Candidate("sdpa", node, arguments["query"], arguments["key"], arguments["value"], mask, kind, scale)
 
 
 def _read_softmax(node: fx.Node, marker: Marker) -> _Candidate:
     if argument(node, 1, "dim") not in (-1, 3):
         raise Refusal("its softmax does not run over the last dimension")
-    logits = unwrap_cast(argument(node, 0, "input"))
-    masks = []
-    while calls(logits, "add", operator.add, torch.add):
-        # The summand that is computed from a slot buffer is the logits, the other one the mask.
-        if logits.kwargs.get("alpha", 1) != 1:
-            raise Refusal("what is added to its logits is scaled by alpha=")
-        left, right = (unwrap_cast(argument(logits, place, name)) for place, name in enumerate(("input", "other")))
-        logits, mask = (left, right) if _reads(left, marker) else (right, left)
-        masks.append(mask)
+    logits, scale, masks = _read_logits(argument(node, 0, "input"), marker)
+    query, key = _read_product(logits)
+    output, value = _read_output(node)
     if len(masks) > 1:
         raise Refusal(
             f"{len(masks)} tensors are added to its logits where the mask alone was expected;"
-            f" beneath them is {_describe(logits)}"
+            f" beneath them is {describe(logits)}"
         )
+    mask, kind = masks[0] if masks else (None, "add")
+    return _Candidate("softmax", output, query, key, value, mask, kind, scale)
+
+
+def _read_logits(logits: Any, marker: Marker) -> tuple[Any, Any, list[tuple[Any, str]]]:
+    """Walk from softmax's input to the product with the keys: (product, scale, masks with their kinds)."""
     scale: Any = 1.0
-    if calls(logits, "mul", operator.mul, torch.mul):
-        logits, scale = logits.args[:2]
-        if isinstance(scale, fx.Node) and calls(scale, "matmul", torch.matmul, operator.matmul):
-            logits, scale = scale, logits
-    elif calls(logits, "div", operator.truediv, torch.div):
-        logits, scale = logits.args[:2]
-        if isinstance(scale, fx.Node):
-            raise Refusal("its logits are divided by a tensor")
-        scale = 1 / scale
-    if isinstance(scale, fx.Node) and shape_of(scale) is not None:
-        raise Refusal("its logits are multiplied by a tensor")
-    logits = unwrap_cast(logits)
-    if not calls(logits, "matmul", torch.matmul, operator.matmul):
-        raise Refusal(f"its logits come from {_describe(logits)}, not from matmul(query, keys transposed)")
-    query, keys = logits.args[:2]
+    masks: list[tuple[Any, str]] = []
+    while True:
+        logits = unwrap_cast(logits)
+        if adds(logits):
+            # The summand that is computed from a slot buffer is the logits, the other one the mask.
+            if argument(logits, 2, "alpha", 1) != 1:
+                raise Refusal("what is added to its logits is scaled by alpha=")
+            left, right = map(unwrap_cast, operands(logits))
+            logits, mask = (left, right) if _reads(left, marker) else (right, left)
+            masks.append((mask, "add"))
+        elif calls(logits, "masked_fill", torch.masked_fill):
+            masks.append((argument(logits, 1, "mask"), "hide"))
+            logits = argument(logits, 0, "input")
+        elif calls(logits, "", torch.where) and (chosen := _read_where(logits, marker)) is not None:
+            logits, mask = chosen
+            masks.append(mask)
+        elif calls(logits, "mul", operator.mul, torch.mul) or calls(logits, "div", operator.truediv, torch.div):
+            logits, scale = _read_scale(logits, scale, marker)
+        else:
+            return logits, scale, masks
+
+
+def _read_where(node: fx.Node, marker: Marker) -> tuple[Any, tuple[Any, str]] | None:
+    condition, chosen, other = (argument(node, i, name) for i, name in enumerate(("condition", "input", "other")))
+    if _reads(chosen, marker):
+        return chosen, (condition, "keep")
+    return (other, (condition, "hide")) if _reads(other, marker) else None
+
+
+def _read_scale(node: fx.Node, scale: Any, marker: Marker) -> tuple[Any, Any]:
+    """(what is scaled, the scale with this factor in it)."""
+    left, right = operands(node)
+    divides = calls(node, "div", operator.truediv, torch.div)
+    logits, factor = (right, left) if not divides and not _reads(left, marker) else (left, right)
+    if isinstance(factor, fx.Node):
+        if shape_of(factor) is not None:
+            raise Refusal(f"its logits are {'divided' if divides else 'multiplied'} by a tensor")
+        if divides or scale != 1.0:
+            raise Refusal("its scale is computed in the graph, together with another one")
+        return logits, factor
+    if isinstance(scale, fx.Node):
+        raise Refusal("its scale is computed in the graph, together with another one")
+    if not isinstance(factor, (int, float)) or factor == 0:
+        raise Refusal(f"its logits are scaled by {factor!r}")
+    return logits, scale / factor if divides else scale * factor
+
+
+def _read_product(logits: Any) -> tuple[Any, Any]:
+    """(query, key) of the product of the query with the keys."""
+    if _einsum(logits) == "abcd,abed->abce":
+        return logits.args[1], logits.args[2]
+    if not multiplies_matrices(logits):
+        raise Refusal(f"its logits come from {describe(logits)}, not from matmul(query, keys transposed)")
+    query, keys = operands(logits)
     key = unwrap_transpose(keys)
     if key is None:
         raise Refusal(
-            f"the right side of its logits, {_describe(keys)}, is not the keys with their last two dimensions swapped"
+            f"the right side of its logits, {describe(keys)}, is not the keys with their last two dimensions swapped"
         )
+    return query, key
+
+
+def _read_output(node: fx.Node) -> tuple[fx.Node, Any]:
+    """(the product of the weights with the values, the values)."""
     output = node
     while True:
-        users = [user for user in output.users if user.users or calls(user, "matmul", torch.matmul, operator.matmul)]
+        users = [user for user in output.users if user.users or multiplies_matrices(user)]
         if len(users) != 1:
             raise Refusal(f"its weights are used {len(users)} times (softcap, sinks or returned weights?)")
         user = users[0]
-        if calls(user, "matmul", torch.matmul, operator.matmul) and user.args[0] is output:
-            return _Candidate("softmax", user, query, key, user.args[1], masks[0] if masks else None, scale)
+        if multiplies_matrices(user) and operands(user)[0] is output:
+            return user, operands(user)[1]
+        if _einsum(user) == "abcd,abde->abce" and user.args[1] is output:
+            return user, user.args[2]
         if calls(user, "dropout", F.dropout, torch.dropout):
             if argument(user, 2, "training", True) and argument(user, 1, "p", 0.5) != 0:
                 raise Refusal("it drops attention weights: call model.eval() first")
         elif unwrap_cast(user) is not unwrap_cast(output) or (calls(user, "type_as") and user.args[0] is not output):
-            raise Refusal(f"its weights go through {_describe(user)} before they meet the values")
+            raise Refusal(f"its weights go through {describe(user)} before they meet the values")
         output = user
+
+
+def _einsum(node: Any) -> str | None:
+    """An einsum's equation with its letters renamed in order, if it has two operands, each with four dimensions."""
+    if not calls(node, "", torch.einsum) or len(node.args) != 3 or not isinstance(node.args[0], str):
+        return None
+    letters: dict[str, str] = {}
+    spelled = node.args[0].replace(" ", "")
+    return "".join(
+        letters.setdefault(sign, "abcdefgh"[len(letters) % 8]) if sign.isalpha() else sign for sign in spelled
+    )
 
 
 def _reads(node: Any, marker: Marker) -> bool:
@@ -247,10 +271,12 @@ def _reads(node: Any, marker: Marker) -> bool:
 # ---------------------------------------------------------------------- checking
 
 
-def _check(candidate: _Candidate, layer: int, marker: Marker, masks: set[fx.Node]) -> AttentionSite:
+def _check(
+    candidate: _Candidate, layer: int, marker: Marker, slicer: Slicer, masks: set[tuple[fx.Node, str]]
+) -> AttentionSite:
     value = unwrap_repeat(candidate.value)
     if value is not marker.values[layer]:
-        raise Refusal(f"its values are not the slot buffer of layer {layer}, but computed by {_describe(value)}")
+        raise Refusal(f"its values are not the slot buffer of layer {layer}, but computed by {describe(value)}")
     query = unwrap_cast(candidate.query)
     if not isinstance(query, fx.Node):
         raise Refusal("its query is not a tensor")
@@ -267,27 +293,36 @@ def _check(candidate: _Candidate, layer: int, marker: Marker, masks: set[fx.Node
         raise Refusal(
             f"its query, keys, values and output are not of one dtype, but {', '.join(sorted(map(str, dtypes)))}"
         )
-    _check_untouched(candidate, query, marker)
-    mask = candidate.mask
-    if mask is not None and mask not in masks:  # checked once, as layers mostly share it
-        masks.add(check_mask(mask, marker))
-    if mask is not None and candidate.form == "softmax" and dtype_of(mask) == torch.bool:
-        raise Refusal("its mask is boolean and added to the logits, as 0 and 1")
-    return AttentionSite(
+    mask, kind = candidate.mask, candidate.mask_kind
+    if mask is not None and not isinstance(mask, fx.Node):
+        raise Refusal(f"its mask is {mask!r}, not a tensor")
+    site = AttentionSite(
         layer, candidate.form, candidate.output, query, marker.keys[layer], value,
-        mask, candidate.scale, kv_heads, heads // kv_heads,
+        mask, kind, candidate.scale, kv_heads, heads // kv_heads,
     )  # fmt: skip
+    _check_unwritten(site, marker, slicer)
+    if mask is not None and (mask, kind) not in masks:  # checked once, as layers mostly share it
+        if kind == "add" and dtype_of(mask) == torch.bool:
+            raise Refusal("its mask is boolean and added to the logits, as 0 and 1")
+        check_mask(mask, kind, site.output, marker, slicer)
+        masks.add((mask, kind))
+    return site
 
 
-def _check_untouched(candidate: _Candidate, query: fx.Node, marker: Marker) -> None:
+def _check_unwritten(site: AttentionSite, marker: Marker, slicer: Slicer) -> None:
     """Nothing between the inputs and the output may be written into: what is replaced would not see it."""
-    inputs = {query, *marker.keys, *marker.values, *marker.state, marker.new_momentum, marker.new_positions}
-    todo, seen = [candidate.output], set()
+    inputs = {site.query, *marker.keys, *marker.values, *marker.state, marker.new_momentum, marker.new_positions}
+    memory, place = slicer.memory, slicer.place
+    brought = {memory.root(node) for node in inputs}
+    todo, seen = [site.output], set()
     while todo:
         current = todo.pop()
         if current in inputs or current in seen:
             continue
         seen.add(current)
-        if current is not candidate.output and (writer := mutation_of(current)) is not None:
-            raise Refusal(f"'{current.name}', a part of it, is written into by {_describe(writer)}")
         todo.extend(current.all_input_nodes)
+        if current is site.output or memory.root(current) in brought:
+            continue  # writes into what is brought are run, when the rewrite is proved
+        for writer in memory.writers(current):
+            if place[current] < place[writer] < place[site.output]:
+                raise Refusal(f"'{current.name}', a part of it, is written into by {describe(writer)}")

@@ -7,24 +7,33 @@ again of what is equal, with the scores and the momentum in them.
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
-from .graph_utils import find_marker
-
-
-def has_marker(gm: fx.GraphModule) -> bool:
-    """Whether a graph is a decode step, be the marker in a region."""
-    return any(find_marker(part.graph) is not None for part in gm.modules() if isinstance(part, fx.GraphModule))
+from .contract import Marker, PassOptions, find_marker, record_match
 
 
-def inline_regions(gm: fx.GraphModule) -> None:
+def marker_in(gm: fx.GraphModule) -> Marker | None:
+    """Find the marker of a decode step, be it in a region; ``None`` if the graph is none."""
+    markers = (find_marker(part.graph) for part in gm.modules() if isinstance(part, fx.GraphModule))
+    return next((marker for marker in markers if marker is not None), None)
+
+
+def inline_regions_pass(gm: fx.GraphModule, example_inputs: list[Tensor], *, options: PassOptions) -> fx.GraphModule:
     """Put the nodes of every region in the place of its calls. Each call gets its own."""
-    calls = list(gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph))
+    for name in _inline_all(gm):
+        record_match(gm, "inlined", node=name)
+    return gm
+
+
+def _inline_all(gm: fx.GraphModule) -> list[str]:
+    calls: list[Any] = list(gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph))
     attributes = dict.fromkeys(call.args[0] for call in calls)
+    names = [call.name for call in calls]
     for attribute in attributes:
-        inline_regions(getattr(gm, attribute.target))
+        _inline_all(getattr(gm, attribute.target))
     for call in calls:
         _inline(gm, call)
     for attribute in attributes:
@@ -33,9 +42,10 @@ def inline_regions(gm: fx.GraphModule) -> None:
     for name in {attribute.target for attribute in attributes}:
         if not gm.graph.find_nodes(op="get_attr", target=name):
             delattr(gm, name)
+    return names
 
 
-def _inline(gm: fx.GraphModule, call: fx.Node) -> None:
+def _inline(gm: fx.GraphModule, call: Any) -> None:
     attribute, _, *operands = call.args
     region = getattr(gm, attribute.target)
     values: dict[fx.Node, fx.Node] = dict(zip(region.graph.find_nodes(op="placeholder"), operands, strict=True))

@@ -1,59 +1,121 @@
-"""Our operators -> Triton kernels on CUDA and ROCm devices (lower_to_triton.py), elsewhere plain aten that Inductor fuses."""
+"""Replace our operators by what the target computes them with: kernels, or plain aten that the inner compiler fuses.
+
+On CUDA and ROCm devices a layer's momentum update goes into the attention that emits its scores, so that a scored layer
+is two launches; the new token's entry is one launch per step. What the kernels do not take (fp64, heads wider than 256)
+becomes plain aten, and the report says so.
+"""
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from .. import ops  # noqa: F401  (defines the operators named below)
-from ..kernels import cpu as inductor_cpu
-from ..kernels import reference
-from .graph_utils import PassResult, Rewrite, replace
-from .lower_to_triton import BLEND, SCORED, UNSCORED, lower_to_triton
+from ..kernels import cpu, reference, targets
+from .aliasing import erase_dead
+from .contract import LAYER, Marker, PassOptions, Refusal, record_match, record_skip, require_marker
+from .emit_scores import SCORED, UNSCORED
+from .nodes import ancestors, calls, emit, replace
+from .slices import Runner, Slicer, SmallState
 
-_MASK, _LIVE = 3, 4
-"""Places of the mask and, where scores are read, of the liveness among the attention operators' arguments."""
+BLEND = torch.ops.inertia_fx.blend.default
 
-
-def lower(rewrite: Rewrite) -> PassResult:
-    """Kernels on CUDA and ROCm devices; elsewhere inline every operator of ours, in the form the inner compiler likes best."""
-    if rewrite.kernels != "reference":
-        _write_masks_once(rewrite)
-    result = lower_to_triton(rewrite) if rewrite.kernels == "triton" else PassResult("lower", ())
-    inlined = _inline(rewrite)
-    return result if rewrite.kernels == "triton" else PassResult("lower", inlined)
+_MASK, _VALID = 3, 4
+"""Places of the mask and, where scores are read, of the validity among the attention operators' arguments."""
 
 
-def _write_masks_once(rewrite: Rewrite) -> None:
+def lower_pass(gm: fx.GraphModule, example_inputs: list[Tensor], *, options: PassOptions) -> fx.GraphModule:
+    """Replace attention, momentum updates and the new token's entry by the target's kernels or by plain aten."""
+    marker = require_marker(gm)
+    target = targets.target_for(marker.device.type, options.backend)
+    _write_masks_once(gm.graph, target)
+    for node in list(gm.graph.nodes):
+        if node.op == "call_function" and node.target in (SCORED, UNSCORED):
+            _lower_attention(gm, node, target)
+    for node in list(gm.graph.find_nodes(op="call_function", target=BLEND)):
+        replace(gm.graph, node, emit(gm.graph, node, reference.blend, *node.args, layer=node.meta.get(LAYER)))
+    if target.enter is not None:
+        _lower_enter(gm, marker, target)
+    return gm
+
+
+def _write_masks_once(graph: fx.Graph, target: targets.Target) -> None:
     """Into memory, for all layers: Inductor would compute them anew in every loop, or write them for every kernel."""
-    places = (_MASK, _LIVE) if rewrite.kernels == "triton" else (_MASK,)
-    written: dict[fx.Node, fx.Node] = {}
-    for node in list(rewrite.graph.nodes):
+    written: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
         if node.op != "call_function" or node.target not in (SCORED, UNSCORED):
             continue
-        for place in places if node.target is SCORED else (_MASK,):
+        for place, name in ((_MASK, "mask"), (_VALID, "valid")):
+            if name not in target.masks_in_memory or (name == "valid" and node.target is UNSCORED):
+                continue
             mask = node.args[place]
             if mask not in written:  # beside the mask, so that the first layer reads like the others
-                written[mask] = rewrite.emit(mask.next, inductor_cpu.materialize, mask)
+                written[mask] = emit(graph, mask.next, cpu.materialize, mask)
             node.update_arg(place, written[mask])
 
 
-def _inline(rewrite: Rewrite) -> tuple[str, ...]:
-    """What is left of our operators as plain aten; one line for each attention."""
-    form = "inductor_cpu" if rewrite.kernels == "inductor_cpu" else "reference"
-    kernels: Any = inductor_cpu if form == "inductor_cpu" else reference
-    half = rewrite.marker.keys[0].meta["example_value"].dtype.itemsize == 2
-    lines = []
-    for node in list(rewrite.graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target is BLEND:
-            replace(rewrite.graph, node, rewrite.emit(node, reference.blend, *node.args))
-        elif node.target in (SCORED, UNSCORED):
-            attend = kernels.scored_attention if node.target is SCORED else kernels.slot_attention
-            group = node.args[0].meta["example_value"].shape[1] // node.args[1].meta["example_value"].shape[1]
-            more = (group, half) if form == "inductor_cpu" else ()
-            lines.append(f"'{node.name}' -> aten ({form})")
-            replace(rewrite.graph, node, rewrite.emit(node, attend, *node.args, *more))
-    return tuple(lines)
+def _lower_attention(gm: fx.GraphModule, node: fx.Node, target: targets.Target) -> None:
+    graph, layer, scored = gm.graph, node.meta.get(LAYER), node.target is SCORED
+    query, key, value = (argument.meta["example_value"] for argument in node.args[:3])  # type: ignore[union-attr]
+    where = {"layer": layer, "node": node.name}
+    blend = _blend_of(node) if scored and target.blended_attention is not None else None
+    if (why := target.refusal(query, key, value)) is not None:
+        record_skip(gm, f"aten (reference): {why}", **where)
+        target, blend = targets.REFERENCE, None
+    elif blend is not None:
+        old, _, *weights = blend.args
+        new = emit(graph, node, target.blended_attention, *node.args, old, *weights, layer=layer)
+        record_match(gm, f"with '{blend.name}' in it ({target.name})", into=new.name, **where)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+        momentum = blend.args[1]
+        assert isinstance(momentum, fx.Node)
+        blend.replace_all_uses_with(momentum)
+        graph.erase_node(blend)
+        return
+    else:
+        record_match(gm, f"{'kernel' if target.enter else 'aten'} ({target.name})", **where)
+    replace(graph, node, emit(graph, node, target.attention(scored, query, key), *node.args, layer=layer))
+
+
+def _blend_of(node: fx.Node) -> fx.Node | None:
+    """The blend that alone reads a layer's scores, if the momentum it starts from is known before that layer."""
+    scores = [user for user in node.users if calls(user, "", operator.getitem) and user.args[1] == 1]
+    if len(scores) != 1 or len(scores[0].users) != 1:
+        return None
+    (blend,) = scores[0].users
+    if blend.target is not BLEND or blend.args[1] is not scores[0]:
+        return None
+    old = blend.args[0]
+    assert isinstance(old, fx.Node)
+    return blend if old < node and old is not scores[0] else None
+
+
+def _lower_enter(gm: fx.GraphModule, marker: Marker, target: targets.Target) -> None:
+    """The graph's own arithmetic for the new token's entry -> one kernel, where it is what `reference.enter` computes."""
+    graph = gm.graph
+    _, entered = marker.moved_and_entered
+    try:
+        slicer = Slicer(graph, marker)
+        piece = slicer.cut([entered, marker.new_positions], marker.node)
+        runner = Runner(marker, SmallState(slots=8, rows=2, seed=5), torch.float32, wide=False)
+        values = runner.run(piece, runner.draw(piece))
+    except Refusal:
+        return
+    expect = reference.enter(*(values[node] for node in marker.state))
+    given = (values[entered], values[marker.new_positions])
+    if not all(torch.equal(ours, theirs) for ours, theirs in zip(expect, given, strict=True)):
+        return
+    own = {*ancestors(entered), *ancestors(marker.new_positions)}
+    first = next(node for node in graph.nodes if node in own and node.op not in ("placeholder", "get_attr"))
+    with graph.inserting_before(first):
+        kernel = graph.call_function(target.enter, marker.state)
+        momentum = graph.call_function(operator.getitem, (kernel, 0))
+        positions = graph.call_function(operator.getitem, (kernel, 1))
+    entered.replace_all_uses_with(momentum)
+    marker.new_positions.replace_all_uses_with(positions)
+    record_match(gm, f"with '{marker.new_positions.name}' in it", node=entered.name, into=kernel.name)
+    erase_dead(graph, (entered, marker.new_positions))

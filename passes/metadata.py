@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -81,33 +81,3 @@ def _run(node: fx.Node) -> Any:
         return getattr(args[0], str(node.target))(*args[1:], **kwargs)
     assert callable(node.target)
     return node.target(*args, **kwargs)
-
-
-def with_shared_symbols(graph: fx.Graph, inputs: Sequence[Any]) -> list[Any]:
-    """The graph's inputs, those of dynamic shape as fakes whose sizes are spelled alike where they are known to be equal.
-
-    Dynamo gives every dynamic dimension a symbol of its own and learns later that they are equal; the caches of fake
-    tensors compare spelling. With one symbol for the slots of all layers, a layer is traced once instead of 30 times.
-    """
-    values = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
-    return [
-        _respelled(value) if isinstance(value, FakeTensor) and _is_symbolic(value) else given
-        for value, given in zip(values, inputs, strict=True)
-    ]
-
-
-def _is_symbolic(value: FakeTensor) -> bool:
-    return not all(isinstance(size, int) for size in (*value.shape, *value.stride())) and not value.requires_grad
-
-
-def _respelled(value: FakeTensor) -> Tensor:
-    sizes, strides = ([_simplified(size) for size in sizes] for sizes in (value.shape, value.stride()))
-    with value.fake_mode:
-        return torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-
-
-def _simplified(size: int | torch.SymInt) -> int | torch.SymInt:
-    if isinstance(size, int):
-        return size
-    node = size.node
-    return node.shape_env.create_symintnode(node.expr, hint=node.hint)

@@ -21,59 +21,66 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .graph_utils import PassResult, Rewrite, writes
+from ..kernels import targets
+from .aliasing import Memory
+from .contract import PassOptions, record_match, record_skip, require_marker
 from .metadata import fake_mode, fill_metadata, frozen, metadata, running_on
 
 _KNOW_REGIONS = ("inductor", "aot_eager")
 
 
-def outline_layers(rewrite: Rewrite) -> PassResult:
+def outline_layers_pass(gm: fx.GraphModule, example_inputs: list[Tensor], *, options: PassOptions) -> fx.GraphModule:
     """Replace equal layers by calls of one subgraph."""
-    if rewrite.options.backend not in _KNOW_REGIONS:
-        return _skipped("the inner compiler takes the graph as it stands")
-    fill_metadata(rewrite.graph)
-    if not rewrite.options.regions:
-        return _skipped("switched off (regions=False)")
-    if rewrite.kernels == "triton":
-        return _skipped("in a region the Triton operators would be called one by one instead of compiled into the step")
-    if torch.is_grad_enabled():
-        return _skipped("the step is compiled with gradients: wrap it in torch.no_grad()")
-    layers = _layers(rewrite)
+    marker = require_marker(gm)
+    target = targets.target_for(marker.device.type, options.backend)
+    why_not = None
+    if options.backend not in _KNOW_REGIONS:
+        why_not = "the inner compiler takes the graph as it stands"
+    elif not options.regions:
+        why_not = "switched off (regions=False)"
+    elif not target.regions:
+        why_not = (
+            f"{target.name}: its operators would be called one by one in a region instead of compiled into the step"
+        )
+    elif torch.is_grad_enabled():
+        why_not = "the step is compiled with gradients: wrap it in torch.no_grad()"
+    if why_not is not None:
+        record_skip(gm, why_not)
+        return gm
+    fill_metadata(gm.graph)
+    buffers = {*marker.keys, *marker.values}
+    memory = Memory(gm.graph)
+    layers = _layers(gm.graph, list(zip(marker.keys, marker.values, strict=True)), memory)
     if layers is None:
-        return _skipped("the slots are not written layer by layer")
-    buffers = {*rewrite.marker.keys, *rewrite.marker.values}
+        record_skip(gm, "the slots are not written layer by layer")
+        return gm
     groups: dict[Any, dict[int, list[fx.Node]]] = {}
     for index, nodes in enumerate(layers):
-        signature = _signature(nodes, buffers)
+        signature = _signature(nodes, buffers, memory)
         groups.setdefault(tuple(signature), {})[index] = nodes[: len(signature)]
-    matched, skipped = [], []
     for number, (signature, equal) in enumerate(groups.items()):
         indices = (
             ", ".join(map(str, equal)) if len(equal) < 4 else f"{min(equal)} to {max(equal)} ({len(equal)} of them)"
         )
         if len(equal) == 1 or not signature:
-            skipped.append(f"layer {indices}: like no other")
+            record_skip(gm, "like no other", layer=next(iter(equal)))
             continue
         name = f"decoder_layer_{number}"
-        why_not = _outline(rewrite.gm, name, list(equal.values()), buffers)
+        why_not = _outline(gm, name, list(equal.values()), buffers)
         if why_not is None:
-            matched.append(f"layers {indices} -> '{name}'")
+            record_match(gm, f"layers {indices}", into=name)
         else:
-            skipped.append(f"layers {indices}: {why_not}")
-    return PassResult("outline_layers", tuple(matched), tuple(skipped))
+            record_skip(gm, f"layers {indices}: {why_not}")
+    return gm
 
 
-def _skipped(reason: str) -> PassResult:
-    return PassResult("outline_layers", (), (reason,))
-
-
-def _layers(rewrite: Rewrite) -> list[list[fx.Node]] | None:
+def _layers(graph: fx.Graph, buffers_of: list[tuple[fx.Node, fx.Node]], memory: Memory) -> list[list[fx.Node]] | None:
     """The nodes of each layer, from the end of the layer before up to where the last one stops being like the others."""
-    place = {node: index for index, node in enumerate(rewrite.graph.nodes)}
+    place = {node: index for index, node in enumerate(graph.nodes)}
     nodes = list(place)
     borders = []
-    for buffers in zip(rewrite.marker.keys, rewrite.marker.values, strict=True):
-        written = [place[user] for buffer in buffers for user in buffer.users if writes(user, buffer)]
+    for buffers in buffers_of:
+        written = [place[user] for buffer in buffers for user in buffer.users if buffer in memory.effects[user].writes]
         if not written:
             return None
         borders.append((min(written), max(written) + 1))
@@ -83,7 +90,7 @@ def _layers(rewrite: Rewrite) -> list[list[fx.Node]] | None:
     # What lies before the first write, and behind each one up to the next.
     start, *between = [nodes[begin:end] for begin, end in zip(begins, ends, strict=True)]
     writes_of = [nodes[begin:end] for begin, end in borders]
-    cut = _shared([_signature(stretch, set()) for stretch in between])
+    cut = _shared([_signature(stretch, set(), memory) for stretch in between])
     before = [stretch[cut:] for stretch in between[:-1]]
     width = max((len(stretch) for stretch in before), default=0)
     before = [start[len(start) - width :], *before]
@@ -97,7 +104,7 @@ def _shared(signatures: list[list[Any]]) -> int:
     return max((next((i for i, (a, b) in enumerate(pair) if a != b), len(pair)) for pair in pairs), default=0)
 
 
-def _signature(nodes: Sequence[fx.Node], buffers: set[fx.Node]) -> list[Any]:
+def _signature(nodes: Sequence[fx.Node], buffers: set[fx.Node], memory: Memory) -> list[Any]:
     """One hashable entry per node; equal entries up to a place mean equal graphs up to there.
 
     Ends before the first node that cannot be part of a region, as it writes into something else than `buffers`.
@@ -108,9 +115,8 @@ def _signature(nodes: Sequence[fx.Node], buffers: set[fx.Node]) -> list[Any]:
     for node in nodes:
         if node.op not in ("call_function", "call_method"):
             break
-        if any(writes(node, other) and other not in buffers for other in node.all_input_nodes):
-            break
-        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+        effects = memory.effects[node]
+        if not effects.known or not buffers.issuperset(effects.writes):
             break
         if any(other not in inside and metadata(other) is None for other in node.all_input_nodes):
             break
