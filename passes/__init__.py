@@ -3,6 +3,7 @@
     inline_regions    regions that the user marked -> their nodes
     find_attention    every layer's attention -> an AttentionSite in its node's `meta`, or a refusal with a reason
     prove_attention   every site is run beside its replacement, on small states
+    lower_enter       the new token's entry into the state -> one kernel, where the device has one
     emit_scores       site -> scored attention: the same output, plus the pooled scores s
     update_momentum   m = alpha m + (1 - alpha) s, chained through the layers
     lower             our operators -> plain aten that the inner compiler fuses, or Triton kernels

@@ -1,7 +1,7 @@
 """Replace our operators by what the target computes them with: kernels, or plain aten that the inner compiler fuses.
 
 On CUDA and ROCm devices a layer's momentum update goes into the attention that emits its scores, so that a scored layer
-is two launches; the new token's entry is one launch per step. What the kernels do not take (fp64, heads wider than 256)
+is two launches. What the kernels do not take (fp64, heads wider than 256)
 becomes plain aten, and the report says so.
 """
 
@@ -15,11 +15,9 @@ from torch import Tensor, fx
 
 from .. import ops  # noqa: F401  (defines the operators named below)
 from ..kernels import cpu, reference, targets
-from .aliasing import erase_dead
-from .contract import LAYER, Marker, PassOptions, Refusal, record_match, record_skip, require_marker
+from .contract import LAYER, PassOptions, record_match, record_skip, require_marker
 from .emit_scores import SCORED, UNSCORED
-from .nodes import ancestors, calls, emit, replace
-from .slices import Runner, Slicer, SmallState
+from .nodes import calls, emit, replace
 
 BLEND = torch.ops.inertia_fx.blend.default
 
@@ -28,17 +26,14 @@ _MASK, _VALID = 3, 4
 
 
 def lower_pass(gm: fx.GraphModule, example_inputs: list[Tensor], *, options: PassOptions) -> fx.GraphModule:
-    """Replace attention, momentum updates and the new token's entry by the target's kernels or by plain aten."""
-    marker = require_marker(gm)
-    target = targets.target_for(marker.device.type, options.backend)
+    """Replace attention and momentum updates by the target's kernels or by plain aten."""
+    target = targets.target_for(require_marker(gm).device.type, options.backend)
     _write_masks_once(gm.graph, target)
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in (SCORED, UNSCORED):
             _lower_attention(gm, node, target)
     for node in list(gm.graph.find_nodes(op="call_function", target=BLEND)):
         replace(gm.graph, node, emit(gm.graph, node, reference.blend, *node.args, layer=node.meta.get(LAYER)))
-    if target.enter is not None:
-        _lower_enter(gm, marker, target)
     return gm
 
 
@@ -92,30 +87,3 @@ def _blend_of(node: fx.Node) -> fx.Node | None:
     old = blend.args[0]
     assert isinstance(old, fx.Node)
     return blend if old < node and old is not scores[0] else None
-
-
-def _lower_enter(gm: fx.GraphModule, marker: Marker, target: targets.Target) -> None:
-    """The graph's own arithmetic for the new token's entry -> one kernel, where it is what `reference.enter` computes."""
-    graph = gm.graph
-    _, entered = marker.moved_and_entered
-    try:
-        slicer = Slicer(graph, marker)
-        piece = slicer.cut([entered, marker.new_positions], marker.node)
-        runner = Runner(marker, SmallState(slots=8, rows=2, seed=5), torch.float32, wide=False)
-        values = runner.run(piece, runner.draw(piece))
-    except Refusal:
-        return
-    expect = reference.enter(*(values[node] for node in marker.state))
-    given = (values[entered], values[marker.new_positions])
-    if not all(torch.equal(ours, theirs) for ours, theirs in zip(expect, given, strict=True)):
-        return
-    own = {*ancestors(entered), *ancestors(marker.new_positions)}
-    first = next(node for node in graph.nodes if node in own and node.op not in ("placeholder", "get_attr"))
-    with graph.inserting_before(first):
-        kernel = graph.call_function(target.enter, marker.state)
-        momentum = graph.call_function(operator.getitem, (kernel, 0))
-        positions = graph.call_function(operator.getitem, (kernel, 1))
-    entered.replace_all_uses_with(momentum)
-    marker.new_positions.replace_all_uses_with(positions)
-    record_match(gm, f"with '{marker.new_positions.name}' in it", node=entered.name, into=kernel.name)
-    erase_dead(graph, (entered, marker.new_positions))

@@ -100,16 +100,20 @@ class _Proof:
 
     def signature(self) -> Any:
         """What the proof depends on, hashable: equal ones need no second proof."""
-        number = {node: index for index, node in enumerate((*self.traced.given, *self.traced.nodes))}
-        given = [(described(node), str(_shape(node)), self._role(node)) for node in self.traced.given]
-        run = [
+        given = dict.fromkeys(other for node in self.traced.nodes for other in node.all_input_nodes)
+        given |= dict.fromkeys(self.traced.given)  # in the order of their first use: placeholders stand in any
+        run = set(self.traced.nodes)
+        start = [node for node in given if node not in run]
+        number = {node: index for index, node in enumerate((*start, *self.traced.nodes))}
+        flows_in = [(described(node), str(_shape(node)), self._role(node)) for node in start]
+        runs = [
             (node.op, _constant(node) or node.target, _wiring(node.args, number), _wiring(node.kwargs, number))
             for node in self.traced.nodes
         ]
         site = self.site
         places = [number.get(node) for node in (site.query, site.mask, site.output, self.slicer.marker.new_positions)]
         scale = number[site.scale] if isinstance(site.scale, fx.Node) else repr(site.scale)
-        return (tuple(given), tuple(run), tuple(places), scale, site.mask_kind, site.kv_heads)
+        return (tuple(flows_in), tuple(runs), tuple(places), scale, site.mask_kind, site.kv_heads)
 
     def _role(self, node: fx.Node) -> str:
         state = self.slicer.marker.state
@@ -129,8 +133,7 @@ class _Proof:
 
     def _compare(self, state: SmallState, dtype: torch.dtype, wide: bool) -> float:
         site, marker = self.site, self.slicer.marker
-        # Without a mask the traced attention reads every slot, and its replacement the valid ones (SPEC E8).
-        runner = Runner(marker, dataclasses.replace(state, full=site.mask is None), dtype, wide)
+        runner = Runner(marker, state, dtype, wide)
         drawn = runner.draw(self.traced, self.queries)
         on = (
             f"on a small state ({runner.state.slots} slots, {'float64' if wide else str(dtype).removeprefix('torch.')})"
@@ -141,12 +144,16 @@ class _Proof:
         values = runner.run(self.kept, _copied({node: drawn[node] for node in self.kept.given}))
         with runner.arithmetic():
             valid = is_valid(values[marker.new_positions])
+            if site.mask is None:  # traced it reads every slot; that its replacement hides some is SPEC E8
+                valid = torch.ones_like(valid)
             mask = additive_mask(None if site.mask is None else values[site.mask], site.mask_kind, valid)
             scale = values[site.scale] if isinstance(site.scale, fx.Node) else site.scale
             buffers = values[site.key], values[site.value]
-            expect, scores = reference.scored_attention(
-                values[site.query], *buffers, mask, valid, scale, site.kv_heads, self.options.scorer
-            )
+            arguments = (values[site.query], *buffers, mask, valid, scale, site.kv_heads, self.options.scorer)
+            try:
+                expect, scores = reference.scored_attention(*arguments)
+            except RuntimeError as failure:
+                raise Refusal(f"what would replace it does not run on its inputs: {failure}, tried {on}") from failure
         if (output.shape, output.dtype) != (expect.shape, expect.dtype):
             raise Refusal(
                 f"its output is {tuple(output.shape)} in {output.dtype} {on} where {tuple(expect.shape)} in"

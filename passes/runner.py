@@ -18,6 +18,7 @@ from .evict import evict_pass
 from .find_attention import find_attention_pass
 from .inline_regions import inline_regions_pass
 from .lower import lower_pass
+from .lower_enter import lower_enter_pass
 from .outline_layers import outline_layers_pass
 from .prove_attention import prove_attention_pass
 from .share_symbols import share_symbols_pass
@@ -27,6 +28,7 @@ PASSES: tuple[Pass, ...] = (
     inline_regions_pass,
     find_attention_pass,
     prove_attention_pass,
+    lower_enter_pass,
     emit_scores_pass,
     update_momentum_pass,
     lower_pass,
@@ -36,7 +38,7 @@ PASSES: tuple[Pass, ...] = (
 )
 """All of them, in the order in which they run."""
 
-OPTIONAL = ("lower", "outline_layers", "share_symbols")
+OPTIONAL = ("lower_enter", "lower", "outline_layers", "share_symbols")
 """Names of the passes that may be left out: without them the step is slower, or takes longer to compile, and the same."""
 
 

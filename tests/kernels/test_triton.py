@@ -18,16 +18,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from inertia_fx.cache import storage as slot_buffers
-from inertia_fx.kernels import reference
+from inertia_fx.kernels import reference, targets
 from inertia_fx.kernels.triton import attention as scored_attention
 from inertia_fx.kernels.triton import ops as triton_ops
 from inertia_fx.kernels.triton import state as evict
 from inertia_fx.kernels.triton.plan import Plan, plan_for
-from inertia_fx.passes import graph_utils, run_passes
-from tests.common import interpreted
-from tests.common import spellings as plain
+from inertia_fx.passes.evict import evict_pass
+from inertia_fx.passes.lower import lower_pass
+from inertia_fx.passes.nodes import emit
+from inertia_fx.passes.update_momentum import scores_of
+from tests.common import interpreted, spellings
 from tests.kernels.test_reference import TOLERANCE, additive, definition, states
-from tests.passes.test_passes import by_name, count, prompted, rewrite_of, steps, traced
+from tests.passes.graphs import count, options_of, prompted, run_all, run_until, steps, traced
 
 # Scores come from fp32 sums of products of the inputs, in any dtype; outputs from probabilities in the inputs' dtype.
 SCORES = 1e-5
@@ -248,7 +250,7 @@ def test_the_slot_count_stays_symbolic(scorer: str | None) -> None:
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower as on a CUDA device. The operators' bodies are then their definitions, as the tensors are on the CPU."""
     torch._dynamo.reset()
-    monkeypatch.setattr(graph_utils.Rewrite, "kernels", property(lambda rewrite: "triton"))
+    monkeypatch.setattr(targets, "target_for", lambda device, inner=None: targets._triton())
 
 
 def operators(gm: Any) -> dict[str, int]:
@@ -271,9 +273,9 @@ def operators(gm: Any) -> dict[str, int]:
 )
 def test_lowered_to_kernels(on_triton: None, options: dict[str, Any], expect: dict[str, int]) -> None:
     gm = traced(layers=3)
-    results = run_passes(rewrite_of(gm, **options))
+    results = run_all(gm, **options)
     assert operators(gm) == expect | {"triton_enter": 1, "triton_evict": 1}
-    assert len(by_name(results)["lower"].matched) == 3 + 1
+    assert (len(results["lower"].matched), len(results["lower_enter"].matched)) == (3, 1)
     # The mask, and the liveness where scores are read, are written to memory once for all layers.
     assert count(gm)["as_strided"] == (1 if options.get("score") is False else 2)
     assert count(gm)["copy_"] == count(gm)["argmin"] == count(gm)["amin"] == 0
@@ -284,23 +286,19 @@ def test_what_the_kernels_do_not_take_is_said(on_triton: None, monkeypatch: pyte
 
     monkeypatch.setattr(plan, "MAX_WIDTH", 4)
     gm = traced(layers=3)
-    result = by_name(run_passes(rewrite_of(gm)))["lower"]
+    result = run_all(gm)["lower"]
     assert len(result.skipped) == 3
-    assert all("head width 8 (the kernels take up to 4)" in line for line in result.skipped)
+    assert all("head width 8 (the kernels take up to 4)" in record.detail for record in result.skipped)
     assert operators(gm) == {"triton_enter": 1, "triton_evict": 1}
     assert count(gm)[torch.softmax] == 3
 
 
 def test_scores_read_twice_are_not_folded(on_triton: None) -> None:
-    gm = traced(layers=3)
-    rewrite = rewrite_of(gm)
-    from inertia_fx.passes import PASSES
-
-    for run in PASSES[:3]:
-        run(rewrite)
-    rewrite.emit(rewrite.scores[1].next, torch.neg, rewrite.scores[1])  # somebody else reads the second layer's
-    for run in PASSES[3:]:
-        run(rewrite)
+    gm = run_until(traced(layers=3), "update_momentum")
+    second = scores_of(gm.graph)[1]
+    emit(gm.graph, second.next, torch.neg, second)  # somebody else reads the second layer's
+    for run in (lower_pass, evict_pass):
+        run(gm, [], options=options_of())
     gm.graph.lint()
     assert operators(gm)["triton_scored_attention"] == 1
     assert operators(gm)["triton_blended_attention"] == 2
@@ -316,7 +314,7 @@ def test_another_entry_is_left_alone(on_triton: None, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(cache, "enter", at_zero)
     gm = traced(layers=3)
-    run_passes(rewrite_of(gm))
+    run_all(gm)
     assert "triton_enter" not in operators(gm)
 
 
@@ -327,10 +325,10 @@ def test_another_entry_is_left_alone(on_triton: None, monkeypatch: pytest.Monkey
 )  # fmt: skip
 def test_decodes_as_without_kernels(backend: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    model = plain.PlainDecoder(layers=3)
+    model = spellings.PlainDecoder(layers=3)
     expect = steps(model, prompted(model, 12, 2), 10, **options)
     torch._dynamo.reset()
-    monkeypatch.setattr(graph_utils.Rewrite, "kernels", property(lambda rewrite: "triton"))
+    monkeypatch.setattr(targets, "target_for", lambda device, inner=None: targets._triton())
     assert steps(model, prompted(model, 12, 2), 10, **({"backend": backend} | options)) == expect
 
 

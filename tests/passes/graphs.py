@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 from typing import Any
 
 import pytest
@@ -30,18 +31,30 @@ def prompted(model: spellings.PlainDecoder, length: int = 10, rows: int = 1, con
     return cache
 
 
-def traced(attention: Any = spellings.sdpa_gqa, layers: int = 2, **decoder: Any) -> torch.fx.GraphModule:
-    """The decode step's graph as Dynamo hands it to a backend."""
+class _Caught(Exception):
+    pass
+
+
+def traced(
+    attention: Any = spellings.sdpa_gqa,
+    layers: int = 2,
+    decoder: Any = spellings.PlainDecoder,
+    rows: int = 1,
+    runs: bool = True,
+) -> torch.fx.GraphModule:
+    """The decode step's graph as Dynamo hands it to a backend. `runs` is False where it cannot run."""
     graphs = []
 
     def catch(gm: torch.fx.GraphModule, inputs: Any) -> Any:
         graphs.append(gm)
+        if not runs:
+            raise _Caught
         return gm
 
-    model = spellings.PlainDecoder(attention, layers, **decoder)
-    cache = prompted(model)
-    with torch.no_grad(), cache.step(1):
-        torch.compile(model.step, backend=catch, fullgraph=True)(torch.tensor([[1]]), cache)
+    model = decoder(attention, layers)
+    cache = prompted(model, rows=rows)
+    with contextlib.suppress(torch._dynamo.exc.BackendCompilerFailed), torch.no_grad(), cache.step(rows):
+        torch.compile(model.step, backend=catch, fullgraph=True)(torch.ones(rows, 1, dtype=torch.int64), cache)
     assert len(graphs) == 1
     return graphs[0]
 
@@ -88,3 +101,67 @@ def steps(model: spellings.PlainDecoder, cache: SlotCache, number: int, **option
                 tokens.append(step(tokens[-1], cache).argmax(-1, keepdim=True))
             retained.append([row.tolist() for row in cache.retained_positions()])
     return [token.tolist() for token in tokens], retained
+
+
+class Step:
+    """A decode step's graph with what it was called with, on a cache of ten tokens and on one of several hundred.
+
+    Raises whatever tracing raises: an attention that torch.compile does not take is no case for us.
+    """
+
+    def __init__(self, attention: Any, lengths: tuple[int, ...] = (10, 330)) -> None:
+        self.calls: list[list[Any]] = []
+        torch._dynamo.reset()
+        model = spellings.PlainDecoder(attention, layers=1)
+        step = torch.compile(model.step, backend=self._catch, fullgraph=True)
+        for length in lengths:
+            cache = prompted(model, length, config=inertia_fx.Config(budget=1000))
+            with torch.no_grad(), cache.step(1):
+                step(torch.tensor([[1]]), cache)
+
+    def _catch(self, gm: torch.fx.GraphModule, inputs: Any) -> Any:
+        self.gm = gm
+
+        def run(*arguments: Any) -> Any:
+            self.calls.append([value.clone() if isinstance(value, torch.Tensor) else value for value in arguments])
+            return gm(*arguments)
+
+        return run
+
+    def rewritten(self) -> torch.fx.GraphModule:
+        """The graph after all passes; the traced one stays as it is.
+
+        Raises:
+            InertiaError: it is refused.
+        """
+        gm = torch.fx.GraphModule(self.gm, copied(self.gm.graph))
+        return run_passes(gm, [None] * len(self.calls[0]), options=options_of())  # type: ignore[list-item]
+
+    @torch.no_grad()
+    def difference(self, gm: torch.fx.GraphModule) -> float:
+        """How far another graph is from the traced one, over all calls: outputs, and floating-point memory written into.
+
+        The momentum is left out: as traced it never moves.
+        """
+        names = [node.name for node in self.gm.graph.find_nodes(op="placeholder")]
+        worst = 0.0
+        for arguments in self.calls:
+            given = [[value.clone() if isinstance(value, torch.Tensor) else value for value in arguments] for _ in "ab"]
+            results = [list(run(*values)) for run, values in zip((self.gm, gm), given, strict=True)]
+            for place, name in enumerate(names):
+                if isinstance(arguments[place], torch.Tensor) and "momentum" not in name and "free" not in name:
+                    for result, values in zip(results, given, strict=True):
+                        result.append(values[place])
+            for expect, got in zip(*results, strict=True):
+                size = max(float(expect.abs().max()), 1e-30)
+                worst = max(worst, float((expect.double() - got.double()).abs().max()) / size)
+        return worst
+
+
+def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A graph like this one, with its nodes' `meta`."""
+    result = torch.fx.Graph()
+    nodes: dict[Any, Any] = {}
+    for node in graph.nodes:
+        nodes[node] = result.node_copy(node, nodes.__getitem__)
+    return result

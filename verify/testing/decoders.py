@@ -151,7 +151,12 @@ class PlainDecoder(nn.Module):
         """One decode step, as a user would hand it to torch.compile: [B, 1] tokens -> [B, vocabulary]."""
         entry: Entry = cache.enter()
         live = entry.live[:, None, None, :]
-        extra = {"slope": self.slope, "up": self.up, "not_dead": entry.momentum > -math.inf}
+        extra = {
+            "slope": self.slope,
+            "up": self.up,
+            "not_dead": entry.momentum > -math.inf,
+            "positions": entry.positions,
+        }
         logits = self.blocks(tokens, lambda q, k, v: self.attention(q, k, v, live, extra), cache)[:, -1]
         cache.leave(entry)
         return logits
