@@ -14,8 +14,8 @@ start's guarantees; tried on 2.13.0, and read in 2.11.0 and 2.12.1:
   (`_has_dynamo_dim_marking is present on runtime tensor but was absent at compile time`).
 - modules that the bytecode reads by address (`___module_collections_<id>_c0`) have to be supplied by the caller.
 - a step that cannot be stored raises after it was compiled, and would be compiled a second time.
-- 2.11 takes the result of its own Inductor backend only, not of one that runs passes first, and all of them need the
-  private switch `torch._dynamo.config.enable_aot_compile`.
+- 2.11 takes the result of its own Inductor backend only, not of one that runs passes first, and has the whole of it
+  switched off (`torch._dynamo.config.enable_aot_compile`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def capture(
             output, inputs = captured.graph_capture_output, captured.backend_input
             assert inputs is not None
             installed = set(scope) - before
-            inputs.graph_module._backend_id = inputs.backend_id
+            inputs.graph_module._backend_id = inputs.backend_id  # type: ignore[assignment]
             context = TracingContext(inputs.fake_mode)
             context.tensor_to_context = inputs.tensor_to_context
             artifact: Artifact | str

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import logging
 import os
 import pathlib
 import pickle
+from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -122,15 +122,15 @@ def test_a_warning_says_why(
 
 def test_a_file_names_its_own_modules_only(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not those that other traces have brought into the same globals: they may not exist where it is read."""
-    monkeypatch.setitem(globals(), "__import_of_another_trace", os)
+    monkeypatch.setitem(vars(toys), "__import_of_another_trace", os)
     check(step(), toy())
     (file,) = folder.iterdir()
     names = pickle.loads(file.read_bytes()).modules
-    assert "__import_of_another_trace" not in names and "tests.constants" in names.values()
+    assert "__import_of_another_trace" not in names and "tests.precompile.constants" in names.values()
 
 
 def ordered(model: Toy, x: Tensor, settings: dict[str, Any]) -> Any:
-    return collections.OrderedDict(result=model(x), length=len(settings))
+    return OrderedDict(result=model(x), length=len(settings))
 
 
 def test_a_file_has_no_names_that_dynamo_numbers(folder: pathlib.Path, tracings: Tracings) -> None:
@@ -144,7 +144,7 @@ def test_a_file_has_no_names_that_dynamo_numbers(folder: pathlib.Path, tracings:
     assert artifact.modules["__inertia_module_collections"] == "collections"
     assert "__inertia_builtins['len']" in artifact.identities
     again = step(ordered)(toy(), X, SETTINGS)
-    assert type(again) is collections.OrderedDict and again["length"] == 1
+    assert type(again) is OrderedDict and again["length"] == 1
     torch.testing.assert_close(again["result"], expect["result"])
     assert tracings.count == 1
 
