@@ -184,12 +184,12 @@ def restore(
     local = dict(zip(parameters_of(function), arguments, strict=True))
     identities = []
     for expression, known in artifact.identities.items():
-        guard = _look(expression, known, fingerprint, local, scope)
+        guard = _guard_if_same(expression, known, fingerprint, local, scope)
         if guard is None:
             return f"{expression} is something else"
         identities.append(guard)
     for expression, known in artifact.classes.items():
-        if _look(expression, known, lambda value: fingerprint_class(type(value)), local, scope) is None:
+        if _guard_if_same(expression, known, lambda value: fingerprint_class(type(value)), local, scope) is None:
             return f"{expression} is something else"
     state = load_guards_state(artifact.guards)
     complete(state.output_graph.local_scope)
@@ -205,7 +205,7 @@ def restore(
     return make_entry(function, bytecode, artifact.backend_id, compiled, guards, identities)
 
 
-def _look(
+def _guard_if_same(
     expression: str,
     known: Any,
     look: Callable[[Any], Any],

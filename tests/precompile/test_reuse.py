@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import pathlib
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -80,6 +82,40 @@ def test_a_function_found_on_disk_is_watched(
 
 def applied(model: Toy, x: Tensor, settings: dict[str, Any]) -> Tensor:
     return settings["function"](x)
+
+
+PROGRAM = """
+import pathlib, sys, types
+import torch
+from inertia_fx.precompile import capture, files
+from tests.precompile import toys
+
+def compile_another(x):
+    return len([x]) * x
+
+torch.set_num_threads(1)
+files.folder = lambda: pathlib.Path(sys.argv[1])
+capture.capture = None  # tracing would fail
+another = torch.compile(types.FunctionType(compile_another.__code__, vars(toys)), backend="eager")
+with torch.no_grad():
+    another(torch.ones(2))
+    step = toys.step()
+    toys.check(step, toys.toy())
+    another(torch.ones(2, 2, 2))
+    toys.check(step, toys.toy(), toys.X + 1)
+print(len(step.entries), sum(name.startswith("__builtins_dict__") for name in vars(toys)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("warm")
+def test_another_process_finds_it(folder: pathlib.Path) -> None:
+    """Also one whose Dynamo has given the same numbers to other globals, before and afterwards."""
+    check(step(), toy())
+    command = [sys.executable, "-c", PROGRAM, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "1 2"
 
 
 def test_a_function_may_be_made_anew_for_every_call(folder: pathlib.Path, tracings: Tracings) -> None:
