@@ -47,7 +47,11 @@ MEASURED = (
     "strategies",
     "check",
     "verify_command",
-    "warm_start",
+    "artifacts",
+    "fingerprints",
+    "models",
+    "patches",
+    "reuse",
 )
 """Files that reach nearly every branch; parity, contract, mutations and real models run what these have run."""
 

@@ -29,9 +29,8 @@ from ..errors import (
     UndoError,
     UnsupportedModelError,
 )
-from ..precompile import guards as portable_guards
-from ..precompile import step as warm_start
-from . import progress
+from ..precompile import PrecompiledStep
+from . import precompiling, progress
 from .cache import InertiaCache
 from .checks import (
     CACHE_NAMES,
@@ -68,7 +67,7 @@ class Runtime:
         if key not in self.steps:
             options = {**options, **self.compiler}
             if self.warm_start:
-                self.steps[key] = warm_start.Step(_decode, options, _describe)
+                self.steps[key] = PrecompiledStep(_decode, options, precompiling.callbacks(_describe))
             else:
                 self.steps[key] = torch.compile(own_code(_decode), backend=inertia, fullgraph=True, options=options)
         return self.steps[key]
@@ -156,7 +155,7 @@ class _Compiled:
             return parent(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if portable_guards.pickling_guards.get():
+        if precompiling.pickles_as_shell():
             return _shell, (self._inertia_base,), self.__dict__
         return _rebuild, (
             uncompiled(self),

@@ -1,6 +1,6 @@
-"""What a function or class is, in words that mean the same in another process.
+"""Fingerprint functions, classes and other objects in words that mean the same in another process.
 
-Two processes run the same code if their descriptions are equal: names and code objects, through decorators and closures,
+Two processes run the same code if the fingerprints are equal: names and code objects, through decorators and closures,
 and for a class all of its functions and constants, inherited ones included. Where something is kept, or in which order a
 set lists its elements, is not part of it.
 """
@@ -19,14 +19,24 @@ import torch
 
 
 class NotStorable(Exception):
-    """Why something cannot be recognised in another process, in words for the log."""
+    """Say why something cannot be recognised in another process, in words for the log."""
+
+
+def tag_generations() -> None:
+    """Do to `nn.Module.__init__` what a process's first torch.compile does, so that it does not look like a patch later."""
+    from torch._dynamo import mutation_guard
+
+    mutation_guard.install_generation_tagging_init()
 
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), type(...))
 
 
-def describe(value: Any) -> Any:
-    """An object that is guarded by identity.
+def fingerprint(value: Any) -> Any:
+    """Fingerprint an object that is guarded by identity.
+
+    Returns:
+        Nested tuples, lists, strings and numbers, which can be pickled and compared.
 
     Raises:
         NotStorable: another process could not tell whether it has the same one.
@@ -38,13 +48,13 @@ def describe(value: Any) -> Any:
     if isinstance(value, types.ModuleType):
         return ("module", value.__name__)
     if isinstance(value, types.FunctionType):
-        return describe_function(value)
+        return fingerprint_function(value)
     if isinstance(value, types.CodeType):
-        return ("code", describe_code(value))
+        return ("code", fingerprint_code(value))
     if isinstance(value, torch._ops.OpOverload | torch._ops.OpOverloadPacket | torch.dtype):
         return (type(value).__name__, str(value))
     if isinstance(value, type):
-        return ("class", describe_class(value))
+        return ("class", fingerprint_class(value))
     if isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType | types.WrapperDescriptorType):
         return ("builtin", _named(value))
     raise NotStorable(f"a guard is about a {type(value).__name__}, which another process cannot recognise")
@@ -54,8 +64,8 @@ def _named(value: Any) -> tuple[str | None, str]:
     return getattr(value, "__module__", None), value.__qualname__
 
 
-def describe_code(code: types.CodeType) -> str:
-    """What it does: neither its own name nor its file nor its line."""
+def fingerprint_code(code: types.CodeType) -> str:
+    """Fingerprint what code does: neither its own name nor its file nor its line."""
     parts = (
         code.co_code,
         getattr(code, "co_exceptiontable", b""),  # of Python 3.11 on
@@ -68,7 +78,7 @@ def describe_code(code: types.CodeType) -> str:
 
 def _constant(value: Any) -> str:
     if isinstance(value, types.CodeType):
-        return describe_code(value)
+        return fingerprint_code(value)
     if isinstance(value, frozenset):  # its order depends on the process
         return repr(sorted(map(_constant, value)))
     if isinstance(value, tuple):
@@ -76,8 +86,8 @@ def _constant(value: Any) -> str:
     return repr(value)
 
 
-def describe_function(value: Any) -> Any:
-    """A function, method or property, with all functions that it wraps or closes over."""
+def fingerprint_function(value: Any) -> Any:
+    """Fingerprint a function, method or property, with all functions that it wraps or closes over."""
     return _function(value, set())
 
 
@@ -92,7 +102,7 @@ def _function(value: Any, seen: set[int]) -> Any:
         home = value.__globals__.get("__name__")
         module = sys.modules.get(home) if isinstance(home, str) else None
         home = (home, module is not None and vars(module) is value.__globals__)  # a copy of them can hold anything
-        return ("function", home, describe_code(value.__code__), _settings(bound, seen), wrapped, cells)
+        return ("function", home, fingerprint_code(value.__code__), _settings(bound, seen), wrapped, cells)
     if isinstance(value, property):
         return ("property", *(_function(part, seen) for part in (value.fget, value.fset)))
     if isinstance(value, staticmethod | classmethod | types.MethodType):
@@ -115,7 +125,7 @@ def _contents(cell: types.CellType) -> Any:
 
 
 def _settings(value: Any, seen: set[int]) -> Any:
-    """Constants by value, in tuples, lists and dicts too; functions as functions; of anything else the type."""
+    """Fingerprint constants by value, in tuples, lists and dicts too; functions as functions; of anything else the type."""
     if type(value) in CONSTANTS:
         return _constant(value)
     if type(value) in (tuple, list):
@@ -129,16 +139,20 @@ def _settings(value: Any, seen: set[int]) -> Any:
     return _named(type(value))
 
 
-def describe_class(kind: type) -> Any:
-    """Its name, and a digest of what it and its bases define."""
+def fingerprint_class(kind: type) -> Any:
+    """Fingerprint a class by its name and a digest of what it and its bases define.
+
+    Raises:
+        NotStorable: the class was defined inside a function, where another process does not find it.
+    """
     if "<locals>" in kind.__qualname__:
         raise NotStorable(f"the class {kind.__qualname__} was defined inside a function")
     return (_named(kind), [_digest(base) for base in kind.__mro__ if base.__module__ != "builtins"])
 
 
 def _digest(kind: type) -> str:
-    """Of one class without its bases. Interpreter's and caches' own attributes are not code."""
-    parts = [(name, describe_function(value)) for name, value in sorted(vars(kind).items()) if name not in _NOT_CODE]
+    """Digest one class without its bases. Interpreter's and caches' own attributes are not code."""
+    parts = [(name, fingerprint_function(value)) for name, value in sorted(vars(kind).items()) if name not in _NOT_CODE]
     return hashlib.sha256(repr((_named(kind), parts)).encode()).hexdigest()
 
 
@@ -149,18 +163,18 @@ _NOT_CODE = {
 
 
 def codes_of(kind: type) -> set[str]:
-    """Descriptions of the code of a class's functions, inherited ones included."""
+    """Fingerprint the code of a class's functions, inherited ones included."""
     found = set()
     for base in kind.__mro__:
         for value in vars(base).values():
             function = inspect.unwrap(value) if callable(value) else value
             if isinstance(function, types.FunctionType):
-                found.add(describe_code(function.__code__))
+                found.add(fingerprint_code(function.__code__))
     return found
 
 
-def describe_bound(module: types.ModuleType, path: str) -> Any:
-    """What a name like `Class.method` is bound to.
+def fingerprint_bound(module: types.ModuleType, path: str) -> Any:
+    """Fingerprint what a name like `Class.method` is bound to.
 
     Raises:
         NotStorable: it does not lead anywhere.
@@ -171,4 +185,4 @@ def describe_bound(module: types.ModuleType, path: str) -> Any:
             value = inspect.getattr_static(value, name)
         except AttributeError:
             raise NotStorable(f"{module.__name__} has no {path or 'such function'}") from None
-    return describe_function(value)
+    return fingerprint_function(value)

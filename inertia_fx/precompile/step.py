@@ -1,8 +1,8 @@
-"""A decode step that remembers between processes: the second start of a program does not trace and compile again.
+"""Call a compiled decode step that is kept between processes: the second start of a program neither traces nor compiles.
 
 Tracing a model's Python is most of a warm compile, and torch's caches begin after it. So the whole compiled step, guards
-included, is kept in Inductor's cache directory (``TORCHINDUCTOR_CACHE_DIR``), one file for each combination of what
-:meth:`Step._key` lists; `inertia_fx.traces` sees to it that one is only used where tracing would have made it again.
+included, is kept in a file, see `files`; `artifact` sees to it that one is only used where tracing would have made it
+again.
 
 For CPUs and Inductor's default settings: weights compiled in (freezing) and CUDA graphs do not belong into a file. Needs
 Python 3.11, as 3.10 does not tell where code comes from.
@@ -10,101 +10,91 @@ Python 3.11, as 3.10 does not tell where code comes from.
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import os
 import pathlib
-import pickle
-import platform
-import sys
-import tempfile
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import transformers
 
-from .. import debug, kernels, passes
+from .. import debug
 from ..backend import inertia, own_code
 from ..errors import RecompileError
-from . import capture as traces
+from . import artifact as artifacts
+from . import capture, files
+from .callbacks import Callbacks
+from .entry import CompiledEntry
 
 
-class Step:
-    """A function, compiled with our backend, whose compiled versions are looked for on disk first.
+class PrecompiledStep:
+    """Compile a function with our backend, after looking for its compiled versions on disk.
 
     Args:
         function: takes positional arguments only and is one graph.
         options: of the backend `inertia_fx`, whose inner compiler has to be Inductor.
-        describe: (arguments) -> what else tells one compile from another, as text.
+        callbacks: what is special about the arguments.
     """
 
-    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], describe: Callable[..., str]) -> None:
+    def __init__(self, function: Callable[..., Any], options: Mapping[str, Any], callbacks: Callbacks) -> None:
         self.function = own_code(function)
         self.options = dict(options)
-        self.describe = describe
+        self.callbacks = callbacks
         self.compiled = torch.compile(self.function, backend=inertia, fullgraph=True, options=self.options)
-        self.traces: list[traces.Trace] = []
+        self.entries: list[CompiledEntry] = []
 
     def __call__(self, *arguments: Any) -> Any:
         if not _is_plain():
             return self.compiled(*arguments)
-        trace = self._known(arguments)
-        if trace is None:
+        entry = self._known(arguments)
+        if entry is None:
             with torch._dynamo.convert_frame.compile_lock:
-                trace = self._known(arguments)  # another thread may have compiled it meanwhile
-                if trace is None:
-                    trace = self._new(arguments)
-        return trace.run(*arguments)
+                entry = self._known(arguments)  # another thread may have compiled it meanwhile
+                if entry is None:
+                    entry = self._new(arguments)
+        return entry.compiled(*arguments)
 
-    def _known(self, arguments: tuple[Any, ...]) -> traces.Trace | None:
-        for trace in self.traces:
-            if not trace.forgotten and trace.accepts(arguments):
-                return trace
+    def _known(self, arguments: tuple[Any, ...]) -> CompiledEntry | None:
+        for entry in self.entries:
+            if not entry.forgotten and entry.accepts(arguments):
+                return entry
         return None
 
-    def _new(self, arguments: tuple[Any, ...]) -> traces.Trace:
-        self.traces = [trace for trace in self.traces if not trace.forgotten]
-        if len(self.traces) >= torch._dynamo.config.recompile_limit:
+    def _new(self, arguments: tuple[Any, ...]) -> CompiledEntry:
+        self.entries = [entry for entry in self.entries if not entry.forgotten]
+        if len(self.entries) >= torch.compiler.config.recompile_limit:
             raise RecompileError
-        trace = self._find(arguments)
-        self.traces.insert(0, trace)
-        return trace
+        entry = self._find(arguments)
+        self.entries.insert(0, entry)
+        return entry
 
-    def _find(self, arguments: tuple[Any, ...]) -> traces.Trace:
-        file = _folder() / f"{self._key(arguments)}.step"
+    def _find(self, arguments: tuple[Any, ...]) -> CompiledEntry:
+        file = files.file_of(self.function, self.options, self.callbacks.describe(*arguments))
         # Whoever records explanations wants to see the passes at work.
         if file.exists() and not debug.is_recorded():
             debug.stage("looking at the step that an earlier run has compiled")
-            found = _read(file, self.function, arguments)
+            found = self._restored(file, arguments)
             if found is not None:
                 return found
             debug.stage("tracing the decode step, which is compiled once")
-        trace, stored = traces.capture(self.function, arguments, self._backend)
-        if isinstance(stored, str):
-            debug.log.warning("no warm start, the compiled step stays in this process: %s", stored)
+        entry, artifact = capture.capture(self.function, arguments, self._backend, self.callbacks)
+        if isinstance(artifact, str):
+            debug.log.warning("no warm start, the compiled step stays in this process: %s", artifact)
         else:
-            _write(file, stored)
-        return trace
+            files.write(file, artifact)
+        return entry
+
+    def _restored(self, file: pathlib.Path, arguments: tuple[Any, ...]) -> CompiledEntry | None:
+        try:
+            found = artifacts.restore(files.read(file), self.function, arguments, self.callbacks.complete)
+        except Exception as failure:  # a broken pickle can raise anything; it will be written anew
+            debug.log.warning("%s cannot be read (%s: %s): compiling anew", file, type(failure).__name__, failure)
+            return None
+        if isinstance(found, str):
+            debug.log.info("the step on disk was compiled for something else (%s): compiling anew", found)
+            return None
+        return found
 
     def _backend(self, gm: Any, inputs: list[Any]) -> Any:
         return inertia(gm, inputs, options=self.options)
-
-    def _key(self, arguments: tuple[Any, ...]) -> str:
-        """Names the file. Guards decide whether a trace fits; what they do not see of its making has to be in here."""
-        parts = (
-            _software(),
-            platform.machine(),
-            torch.backends.cpu.get_cpu_capability(),
-            [_settings(config) for config in _configurations()],
-            (torch.get_num_threads(), torch.backends.mkldnn.enabled, torch.get_float32_matmul_precision()),
-            (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu")),
-            self.function.__code__.co_code,
-            sorted((name, repr(value)) for name, value in self.options.items()),
-            self.describe(*arguments),
-        )
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 _PASSES = (
@@ -122,7 +112,7 @@ _PASSES = (
 def _is_plain() -> bool:
     """Whether calls go the usual way: caches on, no mode that intercepts, torch.compile neither off nor tracing us."""
     return (
-        not torch._inductor.config.force_disable_caches
+        not torch.compiler.config.force_disable_caches
         and torch._inductor.config.fx_graph_cache
         and not torch._inductor.config.freezing
         and all(getattr(torch._inductor.config, name, None) is None for name in _PASSES)
@@ -132,61 +122,3 @@ def _is_plain() -> bool:
         and torch._C._len_torch_dispatch_stack() == 0
         and not torch.compiler.is_compiling()
     )
-
-
-def _configurations() -> tuple[Any, ...]:
-    from torch.fx.experimental import _config as symbols
-
-    return (torch._dynamo.config, torch._functorch.config, torch._inductor.config, symbols)
-
-
-def _settings(config: Any) -> list[tuple[str, str]]:
-    """Sets are sorted, as their order depends on the process."""
-    values = config.save_config_portable().items()
-    return sorted((name, repr(sorted(map(str, value)) if isinstance(value, set) else value)) for name, value in values)
-
-
-@functools.cache
-def _software() -> tuple[Any, ...]:
-    """Versions, and our own sources, which come without one while they are worked on."""
-    folders = {pathlib.Path(module.__file__ or "").parent for module in (debug, kernels, passes)}
-    sources = hashlib.sha256()
-    for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
-        sources.update(file.read_bytes())
-    torch_version = (torch.__version__, torch.version.git_version)
-    return (sources.hexdigest(), torch_version, transformers.__version__, sys.version)
-
-
-def _folder() -> pathlib.Path:
-    from torch._inductor.runtime.runtime_utils import cache_dir
-
-    return pathlib.Path(cache_dir()) / "inertia_fx"
-
-
-def _read(file: pathlib.Path, function: types.FunctionType, arguments: tuple[Any, ...]) -> traces.Trace | None:
-    try:
-        stored = pickle.loads(file.read_bytes())
-        found = traces.restore(stored, function, arguments)
-    except Exception as failure:  # a broken pickle can raise anything; it will be written anew
-        debug.log.warning("%s cannot be read (%s: %s): compiling anew", file, type(failure).__name__, failure)
-        return None
-    if isinstance(found, str):
-        debug.log.info("the step on disk was compiled for something else (%s): compiling anew", found)
-        return None
-    return found
-
-
-def _write(file: pathlib.Path, stored: traces.Stored) -> None:
-    """Whole or not at all: other processes may be reading."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as target:
-            try:
-                target.write(pickle.dumps(stored))
-                target.flush()
-                os.replace(target.name, file)
-            except BaseException:
-                os.unlink(target.name)
-                raise
-    except OSError as failure:
-        debug.log.warning("the compiled step could not be kept in %s: %s", file.parent, failure)

@@ -1,4 +1,4 @@
-"""A module that the toys of `test_warm_start.py` use, so that tests can change what is in it."""
+"""A module that the toys use, so that tests can change what is in it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def counted(x: Tensor, *args: Any) -> Tensor:
     return x * len(args)
 
 
-warm_start_constants = sys.modules[__name__]
+constants = sys.modules[__name__]
 
 
 def helper(x: Tensor) -> Tensor:
