@@ -114,8 +114,8 @@ class Config:
             " alone) to 1 (all equal); alpha if None."
         ),
     ] = None
-    protect_first: Annotated[int, Doc("First tokens of the text that are never evicted (D3).")] = 0
-    protect_recent: Annotated[int, Doc("Newest tokens of the text that are never evicted (D3).")] = 0
+    protect_first: Annotated[int, Doc("First tokens of the text that are never evicted. See D3.")] = 0
+    protect_recent: Annotated[int, Doc("Newest tokens of the text that are never evicted. See D3.")] = 0
 
     def __post_init__(self) -> None:
         _check_ratio(self.ratio)
@@ -249,7 +249,7 @@ class CompilerOptions:
                 " out."
             )
 
-    def graph_options(self) -> dict[str, Any]:
+    def backend_options(self) -> dict[str, Any]:
         """Select what the backend `inertia_fx` takes as options (all but `warm_start`)."""
         return {"backend": self.backend, "mode": self.mode, "options": self.options, "regions": self.regions}
 

@@ -46,7 +46,6 @@ class Setting:
         return re.split(r"\.(?:\s|$)", self.doc, maxsplit=1)[0]
 
 
-@functools.cache
 def settings_of(kind: type) -> Mapping[str, Setting]:
     """Read the settings that a dataclass declares, by name, in order. Fields without a text are not settings."""
     plain, annotated = get_type_hints(kind), get_type_hints(kind, include_extras=True)

@@ -51,7 +51,7 @@ def inspect_model(model: Any) -> tuple[str, int]:
             " accelerate.hooks.remove_hook_from_module(model, recurse=True)."
         )
     name = next((name for name in CACHE_NAMES if name in parameters_of(base)), None)
-    if name is None or not model._supports_default_dynamic_cache():
+    if name is None or not base._supports_default_dynamic_cache():
         raise UnsupportedModelError(
             f"{kind} keeps no key-value cache that attention reads, so there is nothing to evict: use it uncompiled."
         )

@@ -66,7 +66,7 @@ class _Compiled:
         if name is None:
             model_kwargs[self._inertia.cache_name] = InertiaCache(self._inertia.config)
         else:
-            cache = require_ours(model_kwargs[name])
+            cache: Any = require_ours(model_kwargs[name])
             cache._is_user_defined = True
         return None
 

@@ -44,7 +44,7 @@ class Runtime:
         graph: dict[str, Any] = config.graph_options(score=True) if score else {"score": False}
         key = tuple(graph.items())
         if key not in self.steps:
-            options = {**graph, **self.compiler.graph_options()}
+            options = {**graph, **self.compiler.backend_options()}
             if self.compiler.warm_start:
                 self.steps[key] = Step(_decode, options, _describe)
             else:
