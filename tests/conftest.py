@@ -31,7 +31,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 MEASURED = (
-    "api",
+    "config",
+    "imports",
+    "private",
+    "refused_caches",
+    "refused_models",
+    "refused_steps",
+    "signature",
     "bounds",
     "cache",
     "clauses",

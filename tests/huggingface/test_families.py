@@ -10,9 +10,6 @@ from inertia_fx.verify import reference
 from tests.common import models
 from tests.common.generating import SETTINGS, generate
 
-# ---------------------------------------------------------------------- families and attention forms
-
-
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2", "granite", "gpt_neox", "gpt2")
 
 

@@ -16,8 +16,6 @@ from inertia_fx.verify import reference
 from tests.common import models
 from tests.common.generating import SETTINGS, generate
 
-# ---------------------------------------------------------------------- the model as a model
-
 
 def test_same_class_shared_weights_and_the_original_is_untouched(model: Any) -> None:
     before = generate(model, models.pad([models.prompt(20)]))
