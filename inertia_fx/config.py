@@ -121,7 +121,7 @@ class Config:
         _check_ratio(self.ratio)
         if self.budget is not None:
             check_int("budget", self.budget, 1)
-            if self.ratio is not DEFAULT_RATIO:
+            if not isinstance(self.ratio, _DefaultRatio):  # by type: a copy of a Config has a copy of the default
                 raise ConfigError(
                     f"ratio={self.ratio} and budget={self.budget} both say how many tokens to keep: pass one of them."
                 )

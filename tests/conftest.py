@@ -33,6 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 MEASURED = (
     "config",
     "imports",
+    "optional",
     "private",
     "refused_caches",
     "refused_models",

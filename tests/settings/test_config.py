@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -77,6 +80,13 @@ def test_budget_examples() -> None:
     assert inertia_fx.Config(budget=7).budget_of(10**6) == 7
     assert repr(inertia_fx.Config()) == "Config(ratio=0.9 (evicted))"
     assert repr(inertia_fx.Config(budget=7, alpha=0.5)) == "Config(alpha=0.5, budget=7)"
+
+
+@pytest.mark.parametrize("clone", [copy.copy, copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))])
+def test_a_copy_still_knows_that_its_ratio_is_the_default(clone: Any) -> None:
+    config = clone(inertia_fx.Config(budget=3))
+    assert config == inertia_fx.Config(budget=3)
+    assert dataclasses.replace(config, budget=4) == inertia_fx.Config(budget=4)
 
 
 @given(r=st.one_of(st.none(), st.integers(1, 50)), steps=st.integers(1, 200))
