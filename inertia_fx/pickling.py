@@ -23,5 +23,5 @@ def for_guards() -> Iterator[None]:
 
 
 def is_for_guards() -> bool:
-    """Whether there is a :func:`for_guards` block around us."""
+    """Tell whether there is a :func:`for_guards` block around us."""
     return _for_guards.get()

@@ -175,7 +175,7 @@ def _decode(
     on_progress(f"{label}: prefill of {len(prompt.ids):,} tokens")
     logits = model(torch.tensor([prompt.ids], device=model.device), **arguments, **last).logits
     # The baseline is compiled likewise: one graph for the whole step, for any length from the first step on.
-    step = _plain_step if ours else torch.compile(_plain_step, backend=backend, fullgraph=True)
+    step = _next_logits if ours else torch.compile(_next_logits, backend=backend, fullgraph=True)
     if not ours:
         for tensor in _buffers(cache):
             torch._dynamo.mark_dynamic(tensor, 2)
@@ -204,7 +204,7 @@ def _decode(
     )
 
 
-def _plain_step(model: Any, token: Tensor, arguments: dict[str, Any]) -> Any:
+def _next_logits(model: Any, token: Tensor, arguments: dict[str, Any]) -> Any:
     return model(token, **arguments).logits
 
 

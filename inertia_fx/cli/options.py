@@ -61,7 +61,7 @@ def summary(kind: type, name: str) -> str:
 
 
 def _option(setting: Setting) -> inspect.Parameter:
-    """An option that is ``None`` unless it is given, and shows the setting's own default."""
+    """Make an option that is ``None`` unless it is given, and that shows the setting's own default."""
     kinds = get_args(setting.type) or (setting.type,)
     kind: Any = str
     text = f"{setting.summary}."

@@ -1,4 +1,4 @@
-"""The decode step of a compiled model: the function that is traced, compiled once for each kind of step."""
+"""Trace and compile the decode step of a compiled model, once for each kind of step."""
 
 from __future__ import annotations
 
