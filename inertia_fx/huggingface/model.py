@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import pickling
 from ..config import CompilerOptions, Config
 from ..errors import (
     CacheError,
@@ -25,6 +24,7 @@ from ..errors import (
     UndoError,
     UnsupportedModelError,
 )
+from ..precompile import guards as portable_guards
 from . import progress
 from .cache import InertiaCache
 from .checks import (
@@ -81,7 +81,7 @@ class _Compiled:
             return parent(input_ids, generation_config, model_kwargs, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if pickling.is_for_guards():
+        if portable_guards.pickling_guards.get():
             return _shell, (self._inertia_base,), self.__dict__
         return wrap, (uncompiled(self), self._inertia.config, self._inertia.compiler)
 

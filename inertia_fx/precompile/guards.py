@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import re
 import types
@@ -10,9 +11,11 @@ from typing import Any
 
 import torch
 
-from .. import pickling
 from ..cache.storage import mark_for_compile
 from .fingerprints import CONSTANTS, NotStorable
+
+pickling_guards: contextvars.ContextVar[bool] = contextvars.ContextVar("inertia_fx_pickling_guards", default=False)
+"""Set while guards are stored: a compiled model is then pickled as what it is, not as what it is made of."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +64,11 @@ def portable_guards(output: Any, function: types.FunctionType) -> tuple[Any, Fou
             kept.append(portable)
         return kept
 
-    with pickling.for_guards():
+    token = pickling_guards.set(True)
+    try:
         checks = output.build_guards(function.__code__, hooks=Hooks(guard_filter_fn=keep), save=True, strict_error=True)
+    finally:
+        pickling_guards.reset(token)
     assert checks.guards_state is not None
     found.state = checks.guards_state
     return checks.guard_manager, found

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from inertia_fx.cli import checkpoint
-from tests.common.command_line import invoke, tokenizer
+from tests.common.commands import invoke, tokenizer
 from tests.common.models import tiny
 
 

@@ -10,7 +10,7 @@ import torch
 import inertia_fx
 from inertia_fx.cli import checkpoint, commands, demo, picture
 from inertia_fx.errors import ConfigError
-from tests.common.command_line import TEMPLATE, invoke, save_tiny, tokenizer
+from tests.common.commands import TEMPLATE, invoke, save_tiny, tokenizer
 from tests.common.models import tiny
 
 

@@ -15,7 +15,7 @@ from inertia_fx.cli import commands, options
 from inertia_fx.config import Config
 from inertia_fx.errors import ConfigError
 from inertia_fx.settings import settings_of
-from tests.common.command_line import invoke
+from tests.common.commands import invoke
 
 
 def test_without_the_optional_packages_one_line_says_so(

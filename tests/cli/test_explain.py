@@ -11,7 +11,7 @@ import inertia_fx
 from inertia_fx.cli import explain
 from inertia_fx.errors import PositionBiasError, UnsupportedAttentionError
 from inertia_fx.passes import PassResult
-from tests.common.command_line import invoke, save_tiny
+from tests.common.commands import invoke, save_tiny
 from tests.common.models import tiny
 
 
