@@ -68,7 +68,7 @@ class BackendOptions(PassOptions):
             aggregator=checked.aggregator,  # type: ignore[arg-type]
             scorer=checked.scorer,  # type: ignore[arg-type]
         )
-        check_inner(checked.backend, checked.mode, checked.options)
+        validate_inner_backend(checked.backend, checked.mode, checked.options)
         check_passes(checked.pass_list, checked.disable_passes)
         return checked
 
@@ -78,7 +78,7 @@ class BackendOptions(PassOptions):
         return PASSES if isinstance(self.passes, bool) else tuple(self.passes)
 
 
-def check_inner(backend: str | Callable[..., Any], mode: str | None, options: Mapping[str, Any] | None) -> None:
+def validate_inner_backend(backend: str | Callable[..., Any], mode: str | None, options: Mapping[str, Any] | None) -> None:
     """Raise :class:`ConfigError` unless the inner compiler exists and takes what is passed to it."""
     if not callable(backend) and not isinstance(backend, str):
         raise ConfigError(f"backend={backend!r} is neither a name nor a callable.")
@@ -87,7 +87,7 @@ def check_inner(backend: str | Callable[..., Any], mode: str | None, options: Ma
             "backend='inertia_fx' would run the passes inside themselves: pass the inner compiler's name."
         )
     if isinstance(backend, str) and backend not in ("inductor", "eager", "aot_eager"):  # listing them takes seconds
-        known = torch._dynamo.list_backends(exclude_tags=())
+        known = torch.compiler.list_backends(exclude_tags=())
         if backend not in known:
             raise ConfigError(f"backend={backend!r} is unknown: torch knows {', '.join(sorted(known))}.")
     if (mode is not None or options) and backend != "inductor":

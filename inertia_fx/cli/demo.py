@@ -1,6 +1,6 @@
-"""A number hidden in a long text, asked for twice: of the model with its full cache, and of the compiled model.
+"""Hide a number in a long text, and ask for it twice: with the full cache, and of the compiled model.
 
-Nothing is printed here: :func:`run` measures, :func:`draw` makes the picture, `inertia_fx.cli` shows both.
+Nothing is printed here: :func:`run` measures, `picture` draws, `commands` prints.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from .. import api
-from ..backend import check_inner
-from ..config import Config
+from ..config import CompilerOptions, Config
 from ..errors import ConfigError
-from ..huggingface.model import InertiaCache
+from ..huggingface.cache import InertiaCache
 from .checkpoint import Progress
+from .options import given
 
 NUMBER = "48213"
 NEEDLE = f"The special magic number is {NUMBER}. Remember it."
@@ -43,7 +43,7 @@ SHORTEST = 150
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """The text as tokens, and where the sentence with the number stands in it."""
+    """Hold the text as tokens, and where the sentence with the number stands in it."""
 
     ids: list[int]
     needle: range
@@ -51,7 +51,7 @@ class Prompt:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One greedy decode.
+    """Measure one greedy decode.
 
     Attributes:
         answer: its first tokens as text; right: whether they hold the number.
@@ -75,7 +75,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Both runs over one prompt. `words` are all its tokens as text, prompt and generated ones."""
+    """Hold both runs over one prompt. `words` are all its tokens as text, prompt and generated ones."""
 
     prompt: Prompt
     config: Config
@@ -84,10 +84,18 @@ class Result:
     words: list[str]
 
 
-def check(*, ratio: float, alpha: float, tokens: int, backend: str, picture: pathlib.Path | None = None) -> Config:
-    """The settings, or a :class:`ConfigError`, before anything slow has begun."""
-    config = Config(ratio=ratio, alpha=alpha)
-    check_inner(backend, None, None)
+def check(*, tokens: int, backend: str, picture: pathlib.Path | None = None, **settings: Any) -> Config:
+    """Refuse bad input before anything slow has begun.
+
+    Args:
+        tokens, backend, picture: as on the command line.
+        **settings: of :class:`Config`, ``None`` where they were not given.
+
+    Raises:
+        ConfigError: a value is out of range or unknown, or the picture cannot be written there.
+    """
+    config = Config(**given(Config, settings))
+    CompilerOptions(backend=backend)
     if tokens < SHORTEST:
         raise ConfigError(f"tokens={tokens} is too short a text to hide a number in: pass at least {SHORTEST}.")
     if picture is not None and (picture.is_dir() or not picture.absolute().parent.is_dir()):
@@ -96,14 +104,14 @@ def check(*, ratio: float, alpha: float, tokens: int, backend: str, picture: pat
 
 
 def sensible_dtype(device: str) -> torch.dtype:
-    """bfloat16 where the hardware multiplies it; without such instructions a CPU is several times slower in it."""
+    """Choose bfloat16 where the hardware multiplies it: without such instructions a CPU is several times slower in it."""
     if device == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
     return torch.bfloat16
 
 
 def build_prompt(tokenizer: Any, tokens: int) -> Prompt:
-    """About `tokens` tokens: filler with the needle a third of the way in, the question, the answer's beginning."""
+    """Build about `tokens` tokens: filler with the needle a third of the way in, the question, the answer's beginning."""
     template = bool(getattr(tokenizer, "chat_template", None))
 
     def encode(text: str) -> list[int]:
@@ -143,7 +151,7 @@ def run(
         ConfigError: the model takes no prompt of `tokens` tokens.
         UnsupportedModelError: the model cannot be compiled.
     """
-    compiled = api.compile(model, ratio=config.ratio, alpha=config.alpha, backend=backend)
+    compiled = api.compile(model, config, backend=backend)
     prompt = build_prompt(tokenizer, tokens)
     longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if longest is not None and len(prompt.ids) + WARM_UP + TIMED > longest:
@@ -166,8 +174,8 @@ def _decode(
     last = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
     on_progress(f"{label}: prefill of {len(prompt.ids):,} tokens")
     logits = model(torch.tensor([prompt.ids], device=model.device), **arguments, **last).logits
-    # The peer is compiled likewise: one graph for the whole step, for any length from the first step on.
-    step = _plain_step if ours else torch.compile(_plain_step, backend=backend, fullgraph=True)
+    # The baseline is compiled likewise: one graph for the whole step, for any length from the first step on.
+    step = _next_logits if ours else torch.compile(_next_logits, backend=backend, fullgraph=True)
     if not ours:
         for tensor in _buffers(cache):
             torch._dynamo.mark_dynamic(tensor, 2)
@@ -196,7 +204,7 @@ def _decode(
     )
 
 
-def _plain_step(model: Any, token: Tensor, arguments: dict[str, Any]) -> Any:
+def _next_logits(model: Any, token: Tensor, arguments: dict[str, Any]) -> Any:
     return model(token, **arguments).logits
 
 
@@ -210,79 +218,6 @@ def _buffers(cache: Any) -> list[Tensor]:
 
 
 def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """What is allocated: storages, each once, not the views into them."""
+    """Count what is allocated: storages, each once, not the views into them."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
-
-
-# ---------------------------------------------------------------------- the picture
-
-_GONE = {"text": "#f3f4f6", "needle": "#fde3d3", "answer": "#dff3e4"}
-_KEPT = {"text": "#1f3a5f", "needle": "#d1410c", "answer": "#15803d"}
-
-
-def draw(result: Result, path: pathlib.Path) -> None:
-    """Which positions are kept after each decode step, as a PNG of 1200 x 700 pixels."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    prompt, inertia = len(result.prompt.ids), result.inertia
-    total, needle = prompt + len(inertia.tokens), result.prompt.needle
-    figure = Figure(figsize=(12, 7), dpi=100)
-    FigureCanvasAgg(figure)
-    share = f"{inertia.cached:,} of {total:,} tokens ({inertia.cached / total:.0%}) in the cache at the end"
-    figure.text(0.065, 0.945, f"inertia_fx, ratio {result.config.ratio} (evicted): {share}", size=15, weight="bold")
-    verdict = "right" if inertia.right else "wrong"
-    figure.text(
-        0.065, 0.908, f"A dark mark is a position that is kept. Answer ({verdict}): “{inertia.answer}”", size=11
-    )
-
-    whole = figure.add_axes((0.065, 0.47, 0.89, 0.36))
-    _grid(whole, result, range(total), columns=1068)
-    whole.set_xlabel("position in the text", labelpad=2)
-    whole.set_ylabel("decode step")
-    for area, name in ((needle, "needle"), (range(prompt, total), "answer")):
-        colour, middle = _KEPT[name], (area[0] + area[-1]) / 2
-        whole.text(middle, -0.6, f"{name}\n▾", color=colour, ha="center", va="bottom", size=11, linespacing=0.9)
-
-    before, after = max(0, needle.start - 6), min(total, needle.stop + 6)
-    for left, width, area, title in (
-        (0.065, 0.38, range(before, after), "the needle and its surroundings"),
-        (0.51, 0.445, range(max(0, prompt - 16), total), "the end of the prompt, and the answer"),
-    ):
-        part = figure.add_axes((left, 0.13, width, 0.22))
-        _grid(part, result, area, columns=len(area))
-        part.set_title(title, size=11, loc="left", pad=4)
-        part.set_xticks(
-            list(area), [_label(result.words[position]) for position in area], rotation=90, size=8, parse_math=False
-        )
-        part.tick_params(axis="x", length=0)
-    figure.savefig(path, format="png")
-
-
-def _grid(axes: Any, result: Result, area: range, columns: int) -> None:
-    """One row per step over the positions of `area`. Where several positions share a column, one that is kept shows."""
-    import numpy
-    from matplotlib.colors import to_rgb
-
-    prompt, needle = len(result.prompt.ids), result.prompt.needle
-    columns = min(columns, len(area))
-    column = numpy.arange(len(area)) * columns // len(area)
-    kind = numpy.array([2 if position >= prompt else int(position in needle) for position in area])
-    rows = [list(range(prompt)), *result.inertia.kept]
-    shown = numpy.zeros((len(rows), columns), int)  # places in the palette; in a shared column the highest wins
-    for row, kept in zip(shown, rows, strict=True):
-        numpy.maximum.at(row, column, kind + len(_GONE) * numpy.isin(area, kept))
-    palette = numpy.array([to_rgb(colour) for colour in (*_GONE.values(), *_KEPT.values())])
-    image = palette[shown]
-    edges = (area.start - 0.5, area.stop - 0.5, len(rows) - 0.5, -0.5)
-    axes.imshow(image, aspect="auto", interpolation="nearest", extent=edges)
-    ticks = [0, *range(5, len(rows), 5)]
-    axes.set_yticks(ticks, ["prompt", *map(str, ticks[1:])], size=9)
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def _label(word: str) -> str:
-    """A token as an axis label, line ends visible."""
-    return word.replace("\n", "↵").strip()[:14] or "·"

@@ -1,4 +1,4 @@
-"""What the passes did to a model's decode step, as text: the logic behind `inertia-fx explain`."""
+"""Explain what the passes did to a model's decode step, as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from .. import api, debug
-from ..huggingface.model import InertiaCache
+from ..errors import UnsupportedAttentionError, UnsupportedModelError
+from ..huggingface.cache import InertiaCache
 from ..passes import PassResult
 
 LONGEST_LIST = 6
@@ -33,7 +34,7 @@ def explain(model: Any) -> debug.Explanation:
 
 
 def report(result: PassResult) -> str:
-    """A pass's report; of a long list of matches the first three and the last."""
+    """Write a pass's report; of a long list of matches the first three and the last."""
     matched = list(result.matched)
     if len(matched) > LONGEST_LIST:
         matched[3:-1] = [f"... {len(matched) - 4} more like these ..."]
@@ -43,8 +44,25 @@ def report(result: PassResult) -> str:
     return "\n".join(lines)
 
 
+def refusal(error: UnsupportedModelError) -> list[str]:
+    """Write why a model is refused: the class, layer, node and reason, then the rest of the message."""
+    lines = [f"refused: {type(error).__name__}"]
+    if not isinstance(error, UnsupportedAttentionError):
+        return [*lines, "  layer   (the whole model)", "  node    (none)", f"  reason  {error}"]
+    layer = "(the whole model)" if error.layer is None else error.layer
+    lines += [f"  layer   {layer}", f"  node    {error.node or '(none)'}", f"  reason  {error.reason}"]
+    return [*lines, *str(error).splitlines()[1:]]
+
+
+# ---------------------------------------------------------------------- excerpts of the graphs' text
+
+
 def excerpts(explanation: debug.Explanation) -> list[tuple[str, list[str]]]:
-    """(title, lines) of the parts of the graphs that tell the story: the first layer's attention, the step's end."""
+    """Cut out of the graphs what tells the story: the first layer's attention, the step's end.
+
+    Returns:
+        (title, lines) of each part.
+    """
     before, after = _statements(explanation.before), _statements(explanation.after)
     marker = next(line for line in before if ".inertia_fx.retain" in line)
     keys = re.search(r"\[(\w+)", marker)
@@ -69,21 +87,21 @@ def excerpts(explanation: debug.Explanation) -> list[tuple[str, list[str]]]:
 
 
 def _statements(graph: str) -> list[str]:
-    """The graph's statements; comments, the names of the inputs and the `; x = None` behind a last use are left out."""
+    """List the graph's statements, without comments, names of inputs and the `; x = None` behind a last use."""
     lines = [line.strip() for line in graph.splitlines()]
     lines = [line.split(";  ")[0] for line in lines if line and not line.startswith(("#", "class ", "def "))]
     return [_as_written(line) for line in lines if not re.fullmatch(r"(\w+) = (?i:\1)", line)]
 
 
 def _as_written(line: str) -> str:
-    """Indexing as one would write it, and a long list of nodes by its ends."""
+    """Write indexing as one would by hand, and a long list of nodes by its ends."""
     line = line.replace("slice(None, None, None)", ":").replace("Ellipsis", "...")
     line = re.sub(r"\[\(([^()]*)\)\]", r"[\1]", line)
     return re.sub(r"\[(l_\w+), (?:\w+, ){2,}(\w+)\]", r"[\1, ..., \2]", line)
 
 
 def _assigned(line: str) -> str:
-    """The name that a statement defines."""
+    """Find the name that a statement defines."""
     return re.split(r"[:\s\[]", line, maxsplit=1)[0]
 
 

@@ -1,4 +1,4 @@
-"""`inertia-fx verify` without the terminal: what is refused before anything slow begins, the run, the files."""
+"""Check a model from the command line: refuse bad options before anything slow begins, run, write the files."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from .. import api, verify
-from ..backend import check_inner
-from ..config import Config
+from ..config import CompilerOptions, Config
 from ..errors import ConfigError
+from ..optional import require
 from ..verify import Report
-from ..verify.check.metrics import require_scipy
 from . import demo
 from .checkpoint import Progress
+from .options import given
 
 TOKENS = 1000
 """Length of the needle prompt that is taken when none is given."""
@@ -24,7 +24,7 @@ TOKENS = 1000
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What the user asked for, checked.
+    """Hold what the user asked for, checked.
 
     Attributes:
         text: the prompt; ``None`` is the demo's needle prompt of about `tokens` tokens.
@@ -49,16 +49,22 @@ def prepare(
     backend: str,
     json: pathlib.Path | None,
     plots: pathlib.Path | None,
-    refresh_every: str | None,
     **settings: Any,
 ) -> Task:
-    """The task, or a :class:`ConfigError`. A setting that is ``None`` was not given."""
-    require_scipy("verify")
-    given = {name: value for name, value in settings.items() if value is not None}
-    if refresh_every is not None:
-        given["refresh_every"] = _refresh_every(refresh_every)
-    Config(**given)
-    check_inner(backend, None, None)
+    """Refuse bad input before anything slow has begun, and return the task.
+
+    Args:
+        prompt, prompt_file, tokens, steps, backend, json, plots: as on the command line.
+        **settings: of :class:`Config`, ``None`` where they were not given.
+
+    Raises:
+        ConfigError: a value is out of range, unknown or contradicts another, a file cannot be read or written there.
+        MissingPackageError: scipy is missing.
+    """
+    require("scipy", extra="verify", purpose="verify")
+    chosen = given(Config, settings)
+    Config(**chosen)
+    CompilerOptions(backend=backend)
     if steps < 1:
         raise ConfigError(f"steps={steps} is below 1: there is nothing to check without a decode step.")
     if prompt is not None and prompt_file is not None:
@@ -76,7 +82,7 @@ def prepare(
     for name, path in (("json", json), ("plots", plots)):
         if path is not None and not os.access(_existing(path), os.W_OK):
             raise ConfigError(f"{name}={path} cannot be written to: its folder or file is write-protected.")
-    return Task(text, tokens, steps, backend, given, json, plots)
+    return Task(text, tokens, steps, backend, chosen, json, plots)
 
 
 def run(task: Task, model: Any, tokenizer: Any, on_progress: Progress) -> Report:
@@ -109,15 +115,6 @@ def write(task: Task, report: Report) -> list[str]:
     return lines
 
 
-def _refresh_every(value: str) -> int | None:
-    if value == "never":
-        return None
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError(f'refresh-every={value!r} is neither a whole number nor "never" (Score-Free).') from None
-
-
 def _read(path: pathlib.Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")  # line ends as they stand
@@ -126,6 +123,6 @@ def _read(path: pathlib.Path) -> str:
 
 
 def _existing(path: pathlib.Path) -> pathlib.Path:
-    """The path itself or the nearest folder above it that exists."""
+    """Find the path itself or the nearest folder above it that exists."""
     absolute = path.absolute()
     return next(place for place in (absolute, *absolute.parents) if place.exists())

@@ -1,4 +1,4 @@
-"""What of transformers is refused, and when: models that cannot be compiled, caches and masks that cannot be read."""
+"""Refuse what of transformers cannot be compiled or read: models, attentions, caches, masks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,19 @@ CACHE_NAMES = ("cache", "past_key_values")
 
 @functools.cache
 def parameters_of(base: Any) -> tuple[str, ...]:
-    """Names of what a model class's forward takes."""
+    """List the arguments of a model class's forward, by name."""
     return tuple(inspect.signature(base.forward).parameters)[1:]
 
 
 def inspect_model(model: Any) -> tuple[str, int]:
-    """The forward's name for its cache and the number of cached layers, or a refusal."""
+    """Check that a model can be compiled.
+
+    Returns:
+        The forward's name for its cache, and the number of cached layers.
+
+    Raises:
+        UnsupportedModelError: it cannot; the message says why and what to do.
+    """
     base: Any = type(model)
     kind = base.__name__
     if not isinstance(model, transformers.PreTrainedModel) or not callable(getattr(model, "generate", None)):
@@ -44,7 +51,7 @@ def inspect_model(model: Any) -> tuple[str, int]:
             " accelerate.hooks.remove_hook_from_module(model, recurse=True)."
         )
     name = next((name for name in CACHE_NAMES if name in parameters_of(base)), None)
-    if name is None or not model._supports_default_dynamic_cache():
+    if name is None or not base._supports_default_dynamic_cache():
         raise UnsupportedModelError(
             f"{kind} keeps no key-value cache that attention reads, so there is nothing to evict: use it uncompiled."
         )
@@ -69,6 +76,7 @@ def inspect_model(model: Any) -> tuple[str, int]:
 
 
 def require_readable_attention(model: Any) -> None:
+    """Raise :class:`UnsupportedAttentionError` unless attention's probabilities are in the graph."""
     implementation = model.config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         raise UnsupportedAttentionError(
@@ -77,6 +85,7 @@ def require_readable_attention(model: Any) -> None:
 
 
 def require_ours(cache: Any) -> InertiaCache:
+    """Return the cache, or raise :class:`CacheError` unless it is an InertiaCache."""
     if not isinstance(cache, InertiaCache):
         raise CacheError(
             f"A {type(cache).__name__} was passed to a compiled model, which keeps its tokens in an InertiaCache: pass"
@@ -85,16 +94,26 @@ def require_ours(cache: Any) -> InertiaCache:
     return cache
 
 
-def padding_of(mask: Any, seen: int, rows: int, width: int) -> Tensor | None:
-    """The part of a 2-D attention mask that covers this forward's own tokens; ``None`` if all of them are real."""
+def padding_of(mask: Any, seen: int, batch: int, width: int) -> Tensor | None:
+    """Cut this forward's own tokens out of a 2-D attention mask.
+
+    Args:
+        mask: [batch, seen + width], nonzero where a token is real, or ``None``.
+        seen: tokens in the cache.
+        batch, width: of the forward.
+
+    Returns:
+        [batch, width] bool, False at padding; ``None`` if all of them are real.
+    """
     if width == 0:
         return None  # the cache refuses an empty prompt, and knows why
-    check_mask(mask, seen, rows, width)
+    check_mask(mask, seen, batch, width)
     own = None if mask is None else mask[:, seen:].bool()
     return None if own is None or bool(own.all()) else own
 
 
-def check_mask(mask: Any, seen: int, rows: int, width: int) -> None:
+def check_mask(mask: Any, seen: int, batch: int, width: int) -> None:
+    """Raise :class:`CacheError` unless a mask is ``None`` or [batch, seen + width]."""
     if mask is None:
         return
     if not isinstance(mask, Tensor) or mask.ndim != 2:
@@ -102,8 +121,8 @@ def check_mask(mask: Any, seen: int, rows: int, width: int) -> None:
             "attention_mask must be 2-D, [batch, tokens]: from a prepared mask one cannot tell which tokens are padding,"
             " and padding must never be kept."
         )
-    if mask.shape[0] != rows:
-        raise CacheError(f"attention_mask has {mask.shape[0]} rows and the forward {rows}: they must agree.")
+    if mask.shape[0] != batch:
+        raise CacheError(f"attention_mask has {mask.shape[0]} rows and the forward {batch}: they must agree.")
     if mask.shape[1] != seen + width:
         raise CacheError(
             f"attention_mask covers {mask.shape[1]} tokens, but {seen} are cached and {width} are new: pass"

@@ -1,4 +1,4 @@
-"""All that knows transformers models: `generate`, argument names (its cache, and what is refused: next door).
+"""Dispatch a compiled Hugging Face model's forwards: prompts to the original, decode steps to the compiled step.
 
 The compiled model is a shallow copy of the original whose class is a dynamic subclass with the same name: `generate`
 and pipelines look methods up on the class and go by its name, so wrappers and patched instances would be bypassed.
@@ -7,20 +7,15 @@ and pipelines look methods up on the class and go by its name, so wrappers and p
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
-import uuid
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backend import inertia, own_code
-from ..config import Config
+from ..config import CompilerOptions, Config
 from ..errors import (
     CacheError,
-    CompileDisabledError,
     ConfigError,
     InertiaError,
     OutputError,
@@ -29,7 +24,6 @@ from ..errors import (
     UndoError,
     UnsupportedModelError,
 )
-from ..precompile import PrecompiledStep
 from . import precompiling, progress
 from .cache import InertiaCache
 from .checks import (
@@ -41,80 +35,11 @@ from .checks import (
     require_ours,
     require_readable_attention,
 )
-
-
-@dataclasses.dataclass
-class Runtime:
-    """What a compiled model carries besides the original: settings and its compiled steps (one per kind of step).
-
-    `compiled` holds which of them (by id) have run for which batch size, and so have been compiled.
-    """
-
-    config: Config
-    compiler: Mapping[str, Any]
-    cache_name: str
-    layers: int
-    warm_start: bool = False
-    uid: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
-    steps: dict[tuple[Any, ...], Any] = dataclasses.field(default_factory=dict)
-    compiled: set[tuple[int, int]] = dataclasses.field(default_factory=set)
-
-    def step(self, config: Config, score: bool) -> Any:
-        """The compiled decode step for these settings, with or without scores."""
-        # Without scores no setting is left in the graph: one step serves them all.
-        options = config.graph_options(score=True) if score else {"score": False}
-        key = tuple(options.items())
-        if key not in self.steps:
-            options = {**options, **self.compiler}
-            if self.warm_start:
-                self.steps[key] = PrecompiledStep(_decode, options, precompiling.callbacks(_describe))
-            else:
-                self.steps[key] = torch.compile(own_code(_decode), backend=inertia, fullgraph=True, options=options)
-        return self.steps[key]
-
-    def compiles(self, step: Any, rows: int) -> bool:
-        """Whether this is the first time that a step runs for a batch of this size."""
-        known = len(self.compiled)
-        self.compiled.add((id(step), rows))
-        return len(self.compiled) > known
-
-
-def _decode(
-    model: Any, forward: Any, cache: InertiaCache, cache_name: str, additive: bool, arguments: dict[str, Any]
-) -> Any:
-    """One decode step, as traced. Correct by itself; the passes add what moves the momentum."""
-    if not torch.compiler.is_compiling():
-        raise CompileDisabledError(
-            "torch.compile is switched off (TORCHDYNAMO_DISABLE, TORCH_COMPILE_DISABLE or torch.compiler.set_stance), but"
-            " it is what makes the step score and evict. Switch it on, compile with backend='eager' to go without a"
-            " compiler, or use the uncompiled model."
-        )
-    entry = cache.enter()
-    mask = entry.live[:, None, None, :]
-    if additive:  # eager attention adds its mask, in the model's dtype
-        dtype = cache.layers[0].keys.dtype
-        mask = torch.where(mask, torch.zeros((), dtype=dtype, device=mask.device), torch.finfo(dtype).min)
-    output = forward(model, **arguments, attention_mask=mask, **{cache_name: cache})
-    cache.leave(entry)
-    return output
-
-
-def _describe(
-    model: Any, forward: Any, cache: InertiaCache, cache_name: str, additive: bool, arguments: dict[str, Any]
-) -> str:
-    """What tells this decode step's compile from others', for its file on disk."""
-    given = [
-        (name, (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else repr(value))
-        for name, value in sorted(arguments.items())
-    ]
-    parts = sorted({f"{type(part).__module__}.{type(part).__qualname__}" for part in model.modules()})  # LoRA or not
-    kind = (type(model).__module__, type(model).__qualname__, parts, model.config.to_json_string())
-    assert cache.config is not None
-    return repr((kind, cache.layers[0].keys.dtype, cache.rows, cache.config, cache_name, additive, given))
+from .step import Runtime
 
 
 class _Compiled:
-    """Mixed in before the original class: `forward` dispatches, `generate`'s hooks hand it our cache."""
+    """Dispatch `forward`, and hand our cache to `generate`'s hooks. Mixed in before the original class."""
 
     _inertia: Runtime
     _inertia_base: Any
@@ -140,7 +65,7 @@ class _Compiled:
         if name is None:
             model_kwargs[self._inertia.cache_name] = InertiaCache(self._inertia.config)
         else:
-            cache = require_ours(model_kwargs[name])
+            cache: Any = require_ours(model_kwargs[name])
             cache._is_user_defined = True
         return None
 
@@ -157,12 +82,7 @@ class _Compiled:
     def __reduce_ex__(self, protocol: Any) -> Any:
         if precompiling.pickles_as_shell():
             return _shell, (self._inertia_base,), self.__dict__
-        return _rebuild, (
-            uncompiled(self),
-            self._inertia.config,
-            dict(self._inertia.compiler),
-            self._inertia.warm_start,
-        )
+        return wrap, (uncompiled(self), self._inertia.config, self._inertia.compiler)
 
     def _inertia_forward(self, *args: Any, **kwargs: Any) -> Any:
         runtime, base = self._inertia, self._inertia_base
@@ -189,24 +109,24 @@ class _Compiled:
         tokens = arguments.get("inputs_embeds") if tokens is None else tokens
         if tokens is None:
             raise CacheError("Neither input_ids nor inputs_embeds was passed.")
-        rows, width = tokens.shape[:2]
+        batch, width = tokens.shape[:2]
         cache._bind(runtime.uid, runtime.config, runtime.layers, self.dtype)  # type: ignore[attr-defined]
         arguments["use_cache"] = True
         if cache._decodes(width) and arguments.get("labels") is None:
-            return self._inertia_step(cache, rows, tokens.device, arguments)
-        return self._inertia_prompt(cache, rows, width, arguments)
+            return self._inertia_step(cache, batch, tokens.device, arguments)
+        return self._inertia_prompt(cache, batch, width, arguments)
 
-    def _inertia_prompt(self, cache: InertiaCache, rows: int, width: int, arguments: dict[str, Any]) -> Any:
+    def _inertia_prompt(self, cache: InertiaCache, batch: int, width: int, arguments: dict[str, Any]) -> Any:
         mask = arguments.get("attention_mask")
-        padding = padding_of(mask, cache._seen, rows, width)
-        with cache.prompt(rows, width, padding):
+        padding = padding_of(mask, cache._seen, batch, width)
+        with cache.prompt(batch, width, padding):
             if cache._seen:
                 arguments["attention_mask"] = cache.columns_mask(width, padding)
             return self._inertia_base.forward(self, **arguments, **{self._inertia.cache_name: cache})
 
-    def _inertia_step(self, cache: InertiaCache, rows: int, device: torch.device, arguments: dict[str, Any]) -> Any:
+    def _inertia_step(self, cache: InertiaCache, batch: int, device: torch.device, arguments: dict[str, Any]) -> Any:
         config = self.config  # type: ignore[attr-defined]
-        if self._inertia.warm_start and device.type != "cpu":
+        if self._inertia.compiler.warm_start and device.type != "cpu":
             raise ConfigError(f"warm_start=True works on CPUs only so far, and the model is on {device}: leave it out.")
         for name in ("output_attentions", "output_hidden_states"):
             asked = arguments.pop(name, None)
@@ -217,14 +137,14 @@ class _Compiled:
                 )
         require_readable_attention(self)
         # Its new column is not read: a decode step's token is real, and looking would make every step wait for the device.
-        check_mask(arguments.pop("attention_mask", None), cache._seen, rows, 1)
+        check_mask(arguments.pop("attention_mask", None), cache._seen, batch, 1)
         if arguments.get("position_ids") is None and "position_ids" in parameters_of(self._inertia_base):
             arguments["position_ids"] = torch.full((1, 1), cache._seen, device=device)
         assert cache.config is not None
         additive = config._attn_implementation == "eager"
         step = self._inertia.step(cache.config, cache.refreshing)
         try:
-            with cache.step(rows), torch.no_grad(), progress.compiling(self._inertia.compiles(step, rows)):
+            with cache.step(batch), torch.no_grad(), progress.compiling(self._inertia.compiles(step, batch)):
                 return step(self, self._inertia_base.forward, cache, self._inertia.cache_name, additive, arguments)
         except torch._dynamo.exc.BackendCompilerFailed as failure:
             if isinstance(failure.inner_exception, InertiaError):
@@ -241,7 +161,7 @@ class _Compiled:
 
 @functools.cache
 def _compiled_class(base: Any) -> Any:
-    """A subclass of `base` that passes for it: same name, same module, same signature of `forward`."""
+    """Derive a class from `base` that passes for it: same name, same module, same signature of `forward`."""
 
     @functools.wraps(base.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -251,8 +171,8 @@ def _compiled_class(base: Any) -> Any:
     return type(base.__name__, (_Compiled, base), names | {"forward": forward, "_inertia_base": base})
 
 
-def wrap(model: Any, config: Config, compiler: Mapping[str, Any], warm_start: bool = False) -> Any:
-    """The model as :func:`inertia_fx.compile` returns it.
+def wrap(model: Any, config: Config, compiler: CompilerOptions) -> Any:
+    """Make the model that :func:`inertia_fx.compile` returns.
 
     Raises:
         UnsupportedModelError: it cannot be compiled correctly.
@@ -263,29 +183,25 @@ def wrap(model: Any, config: Config, compiler: Mapping[str, Any], warm_start: bo
     name, layers = inspect_model(model)
     base: Any = type(model)
     result = _twin(model, _compiled_class(base))
-    result.__dict__["_inertia"] = Runtime(config, compiler, name, layers, warm_start)
+    result.__dict__["_inertia"] = Runtime(config, compiler, name, layers)
     return result
 
 
 def uncompiled(model: Any) -> Any:
-    """The original class again, over the same weights."""
+    """Return a compiled model as the original class again, over the same weights."""
     result = _twin(model, model._inertia_base)
     del result.__dict__["_inertia"]
     return result
 
 
-def _rebuild(model: Any, config: Config, compiler: dict[str, Any], warm_start: bool = False) -> Any:
-    return wrap(model, config, compiler, warm_start)
-
-
 def _shell(base: Any) -> Any:
-    """A compiled model of this class with nothing in it, for the guards that are read from disk."""
+    """Make a compiled model of this class with nothing in it, for guards that are read from disk."""
     kind = _compiled_class(base)
     return kind.__new__(kind)
 
 
 def _twin(model: Any, kind: Any) -> Any:
-    """A shallow copy of another class: shared weights, but registries and generation settings of its own."""
+    """Copy a model, shallowly, to another class: shared weights, registries and generation settings of its own."""
     result = kind.__new__(kind)
     for name, value in model.__dict__.items():
         result.__dict__[name] = copy.copy(value) if isinstance(value, dict) else value

@@ -1,4 +1,4 @@
-"""A line on the terminal that says what the first decode step is waiting for, as its compile takes a while.
+"""Show on the terminal what the first decode step is waiting for, as its compile takes a while.
 
 It is one of transformers' progress bars: `transformers.utils.logging.disable_progress_bar()` switches it off, and it
 does not show where stderr is not a terminal. The same words go to the logger `inertia_fx`, at level INFO.

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 import inertia_fx
-from inertia_fx.cli import checkpoint as models
-from inertia_fx.cli import demo
+from inertia_fx.cli import checkpoint, demo
 from inertia_fx.errors import InputError
 from inertia_fx.verify import Report
-from tests.cli.test_cli import TEMPLATE, invoke, tokenizer
-from tests.common.models import tiny
+from tests.common.commands import TEMPLATE, invoke, save_tiny, tokenizer
 from tests.verify.test_console import FINDINGS, VIOLATION, fake, row
 
 TEXT = "The grass is green. The sky is blue."
@@ -23,10 +21,7 @@ TEXT = "The grass is green. The sky is blue."
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A random two-layer Llama with a chat tokenizer, as it would be on disk."""
-    path = tmp_path_factory.mktemp("verify") / "tiny"
-    tiny("llama").save_pretrained(path)
-    tokenizer(TEMPLATE).save_pretrained(path)
-    return str(path)
+    return save_tiny(tmp_path_factory.mktemp("verify") / "tiny")
 
 
 class Check:
@@ -70,7 +65,7 @@ def test_without_options_the_needle_prompt_and_no_settings(folder: str, check: C
     assert result.exit_code == 0, result.output
     assert check.given() == {"steps": 64}
     assert check.ids() == demo.build_prompt(tokenizer(TEMPLATE), 1000).ids
-    assert check.model._inertia.compiler["backend"] == "eager"
+    assert check.model._inertia.compiler.backend == "eager"
     assert check.model._inertia.config == inertia_fx.Config()
     assert "checking something" in result.stderr
     assert "checking something" not in result.stdout
@@ -96,7 +91,7 @@ def test_only_settings_that_were_given_are_passed(folder: str, check: Check) -> 
         "alpha_layer": 1.0,
     }
     assert check.ids() == demo.build_prompt(tokenizer(TEMPLATE), 200).ids
-    assert check.model._inertia.compiler["backend"] == "eager"
+    assert check.model._inertia.compiler.backend == "eager"
 
 
 def test_never_refreshing_is_passed_as_none(folder: str, check: Check) -> None:
@@ -120,8 +115,8 @@ def test_prompt_from_a_file_keeps_its_line_ends(
             seen.append(text)
             return tokenizer()(text)
 
-    load = models.load
-    monkeypatch.setattr(models, "load", lambda *arguments: (load(*arguments)[0], Words()))
+    load = checkpoint.load
+    monkeypatch.setattr(checkpoint, "load", lambda *arguments: (load(*arguments)[0], Words()))
     (tmp_path / "prompt.txt").write_bytes(b"The gr\xc3\xa4ss\r\nis green.\n")
     result = invoke("verify", "--model", folder, "--prompt-file", str(tmp_path / "prompt.txt"))
     assert result.exit_code == 0, result.output
@@ -214,7 +209,7 @@ def test_real_check_of_a_tiny_model(folder: str, tmp_path: pathlib.Path) -> None
 def test_bad_options_are_refused_before_anything_is_loaded(
     arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
 ) -> None:
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(checkpoint, "load", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"gr\xe4ss")
     result = invoke("verify", *arguments)
@@ -225,7 +220,7 @@ def test_bad_options_are_refused_before_anything_is_loaded(
 
 @pytest.mark.parametrize("option", ["--json", "--plots"])
 def test_protected_places_are_refused(option: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path) -> None:
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(checkpoint, "load", lambda *_: pytest.fail("a model was loaded"))
     monkeypatch.setattr("os.access", lambda path, mode: False)  # root may write everywhere
     result = invoke("verify", option, str(tmp_path / "new"))
     assert result.exit_code == 2
@@ -253,7 +248,7 @@ def test_error_of_the_check_is_one_message(folder: str, monkeypatch: pytest.Monk
 def test_without_scipy_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "scipy" else found(name))
-    monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(checkpoint, "load", lambda *_: pytest.fail("a model was loaded"))
     result = invoke("verify")
     assert result.exit_code == 2
     assert 'verify needs scipy: pip install "inertia_fx[verify]"' in result.stderr

@@ -8,16 +8,15 @@ import importlib.metadata
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from decimal import Decimal
-from fractions import Fraction
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...config import DEFAULT_RATIO, Aggregator, Config, Scorer
+from ...config import DEFAULT_RATIO, Config
 from ...errors import InputError
 from ...huggingface.model import uncompiled
+from ...settings import refuse_unknown, settings_of, takes
 from ..reference import Observation, Reference
 from .clauses import findings
 from .driver import Driver, decided_momentum, runtime_of
@@ -38,29 +37,24 @@ class _Own:
         return "the compiled model's own"
 
 
-OWN: Any = _Own()
-_SETTINGS = tuple(field.name for field in dataclasses.fields(Config))
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Arguments(Config):
+    """Join what `check` takes. Never made: its constructor types the function."""
+
+    model: Any = dataclasses.field(kw_only=False)
+    inputs: Any = dataclasses.field(kw_only=False)
+    steps: int = 64
+    on_progress: Progress = lambda stage: None
 
 
+@takes(_Arguments, default=_Own())
 def check(
     model: Any,
     inputs: Any,
     *,
     steps: int = 64,
-    ratio: float | Fraction | Decimal | str = OWN,
-    alpha: float = OWN,
-    refresh_every: int | None = OWN,
-    evict_after: int = OWN,
-    pool_width: int = OWN,
-    budget: int | None = OWN,
-    min_budget: int = OWN,
-    aggregator: Aggregator = OWN,
-    scorer: Scorer = OWN,
-    alpha_time: float | None = OWN,
-    alpha_layer: float | None = OWN,
-    protect_first: int = OWN,
-    protect_recent: int = OWN,
     on_progress: Progress = lambda stage: None,
+    **settings: Any,
 ) -> Report:
     """Run a compiled model beside the reference and beside its full cache, and report what they have in common.
 
@@ -74,10 +68,9 @@ def check(
         inputs: token ids: a list of ints, a list of such lists (of any lengths), a tensor [B, P], or a tokenizer's
             output (input_ids, and attention_mask [B, P] where rows are padded).
         steps: decode steps per row, at least 1.
-        ratio, alpha, refresh_every, evict_after, pool_width, budget, min_budget, aggregator, scorer, alpha_time,
-            alpha_layer, protect_first, protect_recent: as in :class:`inertia_fx.Config`, where they shall differ from
-            the compiled model's own. `budget` and `ratio` replace each other.
         on_progress: told each stage as it begins.
+        **settings: of :class:`inertia_fx.Config`, where they shall differ from the compiled model's own, whatever
+            default an editor shows. `budget` and `ratio` replace each other.
 
     Returns:
         The report; its `ok` is false if a clause of the contract does not hold.
@@ -89,7 +82,7 @@ def check(
         UnsupportedModelError: the model's eager attention hands out no probabilities, which the reference reads.
         ConfigError: a setting is out of range or contradicts another, or scipy is missing.
     """
-    given = {name: value for name, value in locals().items() if name in _SETTINGS and value is not OWN}
+    refuse_unknown("check", settings, ("steps", "on_progress", *settings_of(Config)))
     model = getattr(model, "_orig_mod", model)
     runtime = runtime_of(model)
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
@@ -97,7 +90,7 @@ def check(
     if model.training:
         raise InputError("The model is in training mode, where dropout makes every run differ: call model.eval().")
     require_scipy("check()")
-    config = changed(runtime.config, given)
+    config = changed(runtime.config, settings)
     text = model.config.get_text_config(decoder=True)
     rows = token_rows(inputs, text.vocab_size)
     longest, room = max(map(len, rows)) + steps, getattr(text, "max_position_embeddings", None)
@@ -115,7 +108,7 @@ def check(
     return Report(
         model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters",
         dtype=str(model.dtype).removeprefix("torch."),
-        backend=runtime.compiler["backend"] if isinstance(runtime.compiler["backend"], str) else "custom",
+        backend=runtime.compiler.backend if isinstance(runtime.compiler.backend, str) else "custom",
         settings=repr(config),
         steps=steps,
         findings=findings(evidence),
