@@ -14,7 +14,7 @@ from ..backend import check_inner
 from ..config import Config
 from ..errors import ConfigError
 from ..verify import Report
-from ..verify.check.metrics import require_scipy
+from ..verify.optional import require
 from . import demo
 from .checkpoint import Progress
 
@@ -53,7 +53,7 @@ def prepare(
     **settings: Any,
 ) -> Task:
     """The task, or a :class:`ConfigError`. A setting that is ``None`` was not given."""
-    require_scipy("verify")
+    require("scipy", "verify")
     given = {name: value for name, value in settings.items() if value is not None}
     if refresh_every is not None:
         given["refresh_every"] = _refresh_every(refresh_every)

@@ -66,7 +66,7 @@ def pad(rows: list[list[int]], side: str = "left") -> dict[str, Tensor]:
 
 @dataclasses.dataclass
 class Run:
-    """What the rows of a compiled model did; the fields are those of `verify.reference.Trace`, one entry per row."""
+    """What the rows of a compiled model did; the fields are those of `verify.reference.DecodeRecord`, one entry per row."""
 
     tokens: list[list[int]]
     retained: list[list[list[int]]]

@@ -18,9 +18,9 @@ from rich.console import Console
 
 import inertia_fx
 from inertia_fx.errors import ConfigError
-from inertia_fx.verify.check import console as show
-from inertia_fx.verify.check import plots as drawing
-from inertia_fx.verify.check.report import Finding, Ranking, Report, RowReport, Stability
+from inertia_fx.verify.check import console, figures, plots
+from inertia_fx.verify.check.report import Report
+from inertia_fx.verify.check.report_data import Finding, Ranking, RowReport, Stability
 
 ASSUMPTION = (
     "Broken here: a token's score depends on the one before (correlation 0.57, independent scores: -0.02) and tokens'"
@@ -315,7 +315,7 @@ def words(report: Report, draw: str) -> str:
     """Every text of a picture. Fails if one reaches beyond the picture's edge."""
     from matplotlib.text import Text
 
-    figure = getattr(drawing, draw)(report)
+    figure = getattr(plots, draw)(report)
     figure.draw_without_rendering()
     ticks = {text for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) for text in axis.findobj(Text)}
     labels = {axis.label for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)}
@@ -338,10 +338,10 @@ def test_retention_says_what_is_kept_and_of_which_row() -> None:
 
 
 def test_retention_map_is_dark_where_a_token_is_kept() -> None:
-    left, right = drawing._retention(
+    left, right = plots._retention(
         fake(dataclasses.replace(row(steps=2, prompt=20, budget=5), retained=[[0, 3, 20], [3, 20, 21]]))
     ).axes
-    dark = {kind: drawing._mixed(colour, 1.0) for kind, colour in drawing._KEPT.items()}
+    dark = {kind: figures.tint(colour, 1.0) for kind, colour in plots._KEPT.items()}
     image = left.images[0].get_array()
     assert image.shape == (3, 22, 3)
     kept = [
@@ -365,7 +365,7 @@ def test_churn_title_tells_a_violation() -> None:
 
 def test_churn_is_drawn_beside_its_ceiling_and_the_full_cache() -> None:
     one = row()
-    first, second = drawing._churn(fake(one)).axes
+    first, second = plots._churn(fake(one)).axes
     assert [segment[1][1] for segment in first.collections[0].get_segments()] == one.churn
     assert [segment[0][0] for segment in first.collections[0].get_segments()] == list(range(2, 65))
     assert set(first.lines[0].get_ydata()) == {one.churn_ceiling}
@@ -387,7 +387,7 @@ def test_ranking_counts_the_crossings_of_the_budget() -> None:
 
 def test_labels_of_tokens_with_the_same_rank_do_not_overlap() -> None:
     together = Ranking(list(range(12)), 100, raw=[[100] * 12] * 64, smoothed=[[100] * 12] * 64)
-    _, smoothed = drawing._ranking(fake(dataclasses.replace(row(), ranking=together))).axes
+    _, smoothed = plots._ranking(fake(dataclasses.replace(row(), ranking=together))).axes
     boxes = sorted((text.get_window_extent() for text in smoothed.texts), key=lambda box: box.y0)
     assert len(boxes) == 12
     assert all(below.y1 <= above.y0 for below, above in itertools.pairwise(boxes))
@@ -422,7 +422,7 @@ def test_divergence_of_several_rows() -> None:
     rows = [dataclasses.replace(row(), first_divergence=first) for first in (None, 3, 10)]
     rows[0] = dataclasses.replace(rows[0], kl=[3.0] * 64, disagreement=[64] * 64)
     assert "1 of 3 rows say what the full cache says, to the end" in words(fake(*rows), "_divergence")
-    survival, disagreement, kl = drawing._divergence(fake(*rows)).axes
+    survival, disagreement, kl = plots._divergence(fake(*rows)).axes
     assert list(survival.lines[0].get_ydata()) == fake(*rows).survival()
     assert disagreement.lines[-1].get_ydata()[-1] == pytest.approx((64 + 4 + 4) / 3)
     means = [sum(at) / 3 for at in zip(*(one.kl for one in rows), strict=True)]
@@ -472,7 +472,7 @@ def test_verify_imports_without_the_optional_packages(monkeypatch: pytest.Monkey
     for name in ("rich", "matplotlib", "scipy", "hypothesis"):
         monkeypatch.setitem(sys.modules, name, None)
     again = importlib.import_module("inertia_fx.verify.check.console")
-    assert again is not show
+    assert again is not console
 
 
 def test_a_clause_that_could_not_be_decided_is_neither_held_nor_violated() -> None:

@@ -22,7 +22,7 @@ from inertia_fx import Config, verify
 from inertia_fx.verify.testing import strategies
 from inertia_fx.verify.testing import synthetic as scripted
 from inertia_fx.verify.testing.contract import DecoderContract
-from inertia_fx.verify.testing.synthetic import Beside
+from inertia_fx.verify.testing.synthetic import DifferentialRun
 from tests.cache import test_state_machine
 from tests.common import faults, models
 from tests.verify import test_propositions
@@ -83,7 +83,9 @@ def lists(kind: str = "heavy_tailed", lengths: tuple[int, ...] = (20, 7), steps:
 
     def run() -> None:
         kv_heads = max(1, heads // 2)
-        pair = Beside(Config(**(kept | settings)), lengths, layers=layers, heads=heads, kv_heads=kv_heads, positions=48)
+        pair = DifferentialRun(
+            Config(**(kept | settings)), lengths, layers=layers, heads=heads, kv_heads=kv_heads, positions=48
+        )
         for step in strategies.draw_scores(kind, (steps, layers, len(lengths), heads, 48), seed=1):
             pair.step(step)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from inertia_fx import Config
 from inertia_fx.verify.testing import strategies
-from inertia_fx.verify.testing.synthetic import ScriptedRun
+from inertia_fx.verify.testing.synthetic import SyntheticRun
 from inertia_fx.verify.theory.bounds import Rule
 
 ROWS = 2048
@@ -78,7 +78,7 @@ class Process:
 
     def gaps(self, scores: Tensor | None = None) -> Tensor:
         """m(i) - m(j) after the last step, [rows] fp64, as the compiled graph has it."""
-        run = ScriptedRun(self.config, [3] * ROWS, layers=self.layers, positions=POSITIONS)
+        run = SyntheticRun(self.config, [3] * ROWS, layers=self.layers, positions=POSITIONS)
         for step in self.scores() if scores is None else scores:
             run.step(script(step))
         state = run.cache.state
@@ -207,7 +207,7 @@ def test_whoever_is_never_behind_stays_ahead(alpha: float, layers: int, steps: i
     drawn = strategies.draw_scores(kind, (steps, layers, 8, 2), seed)
     ordered = drawn.sort(-1, descending=True).values
     process = Process({"alpha": alpha}, layers, steps)
-    run = ScriptedRun(process.config, [3] * 8, layers=layers, positions=POSITIONS)
+    run = SyntheticRun(process.config, [3] * 8, layers=layers, positions=POSITIONS)
     for step in ordered:
         whole = torch.ones(layers, 8, 1, POSITIONS)
         whole[:, :, 0, AHEAD], whole[:, :, 0, BEHIND] = step[..., 0], step[..., 1]
@@ -240,7 +240,7 @@ def test_corollary_2(alpha: float, layers: int, mapping: str, seed: int) -> None
     rankings = []
     for expected in (means, maps[mapping](means)):
         drawn = expected * (1 + 0.2 * noise("uniform", (steps, layers, ROWS, tokens), seed))
-        run = ScriptedRun(
+        run = SyntheticRun(
             Config(budget=10**9, evict_after=steps + 1, alpha=alpha),
             [tokens + 1] * ROWS,
             layers=layers,
