@@ -51,7 +51,7 @@ GPUS = {
 }
 
 LAUNCH_MICROSECONDS = 3.0
-"""Assumed time of one kernel that does nothing, when launches follow each other in a stream. `gpu_check.py` measures it."""
+"""Assumed time of one kernel that does nothing, when launches follow each other in a stream. `gpu_check` measures it."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,30 +13,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
-from typer.testing import CliRunner, Result
 
 import inertia_fx
 from inertia_fx.cli import checkpoint as models
 from inertia_fx.cli import commands as cli
 from inertia_fx.cli import demo
 from inertia_fx.errors import ConfigError, PositionBiasError, UnsupportedAttentionError
-from tests.common.models import VOCABULARY, tiny
-
-TEMPLATE = "{% for message in messages %}user {{ message['content'] }}{% endfor %} assistant "
-
-
-def tokenizer(template: str | None = None) -> Any:
-    """One token per word of the demo's text, and words to spare for whatever a random model says."""
-    text = " ".join([demo.INTRODUCTION, demo.FILLER, demo.NEEDLE, demo.QUESTION, demo.ANSWER_PREFIX, "user assistant"])
-    words = list(dict.fromkeys(["[UNK]", *re.findall(r"\w+|[^\w\s]+", text)]))
-    words += [f"w{index}" for index in range(len(words), VOCABULARY)]
-    inner = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    result = transformers.PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="[UNK]")
-    result.chat_template = template
-    return result
+from tests.common.commands import TEMPLATE, invoke, tokenizer
+from tests.common.models import tiny
 
 
 @pytest.fixture
@@ -45,11 +29,6 @@ def folder(tmp_path: pathlib.Path) -> str:
     tiny("llama").save_pretrained(tmp_path / "tiny")
     tokenizer(TEMPLATE).save_pretrained(tmp_path / "tiny")
     return str(tmp_path / "tiny")
-
-
-def invoke(*arguments: str) -> Result:
-    assert cli.app is not None
-    return CliRunner().invoke(cli.app, list(arguments), env={"COLUMNS": "80"})
 
 
 # ---------------------------------------------------------------------- demo

@@ -13,9 +13,9 @@ from inertia_fx.cli import checkpoint as models
 from inertia_fx.cli import demo
 from inertia_fx.errors import InputError
 from inertia_fx.verify import Report
-from tests.cli.test_cli import TEMPLATE, invoke, tokenizer
+from tests.common.commands import TEMPLATE, invoke, tokenizer
 from tests.common.models import tiny
-from tests.verify.test_console import FINDINGS, VIOLATION, fake, row
+from tests.common.reports import FINDINGS, VIOLATION, fake, row
 
 TEXT = "The grass is green. The sky is blue."
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from inertia_fx import errors
-from inertia_fx.verify.testing.contract import DecoderContract
+from inertia_fx.verify.testing import DecoderContract
 from tests.common import models
 
 

@@ -1,4 +1,4 @@
-"""`gpu_check.py`: one layer's attention against the time that reading its keys and values takes, and against SDPA."""
+"""Time one layer's attention against reading its keys and values, and against SDPA."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_check_report import Row, Setting, launching_directly
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inertia_fx.kernels import reference
 from inertia_fx.kernels.triton import plan
+
+from .report import Row, Setting, launching_directly
 
 KV_HEADS, GROUPS, WIDTH = 8, 4, 128
 """Of Llama-3.1-8B."""

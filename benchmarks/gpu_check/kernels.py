@@ -1,4 +1,4 @@
-"""`gpu_check.py`: every attention kernel against its definition in `kernels/reference.py`, which is fed fp64."""
+"""Check every attention kernel against its definition in `kernels/reference.py`, which is fed fp64."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_check_report import Row, Setting, launching_directly, poisoned_memory
 from torch import Tensor
 
 from inertia_fx.kernels import reference
+
+from .report import Row, Setting, launching_directly, poisoned_memory
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
