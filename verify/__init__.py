@@ -22,7 +22,9 @@
     testing/synthetic.py   a decoder with given attention, and its differential run against retention lists
     testing/strategies.py  hypothesis strategies for scores, momenta, cache geometries, prompts and decoders
     testing/contract.py    DecoderContract: the contract as pytest tests on a model of yours
-    testing/ahead_of_time.py  the kernels compiled for GPUs that are not here: registers, spills, loads
+    testing/harness.py     what its tests share: the compiled model, settings, prompts, decoding loops
+    testing/launches.py    the launches of our Triton kernels, recorded instead of run
+    testing/ahead_of_time.py  those compiled for GPUs that are not here: registers, spills, loads
 
 `check` needs ``pip install "inertia_fx[verify]"``, as do the strategies and the contract.
 """
