@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import sympy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inertia_fx import Config
 from inertia_fx.errors import ConfigError
 from inertia_fx.verify.theory.bounds import Rule, derivation, symbols
+from tests.common.examples import examples
 
 S = symbols()
 INITIAL = (0, 0)  # the key of m_0 among the coefficients; scores have (step, layer), from (1, 1)
@@ -171,7 +172,7 @@ def test_misranking_bound(
         assert close(limit, min(Fraction(1), ratio))
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     rule=st.builds(
         Rule,

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from inertia_fx.verify.check.metrics import tie
 from inertia_fx.verify.testing import strategies, synthetic
 from inertia_fx.verify.testing.strategies import Geometry
 from inertia_fx.verify.testing.synthetic import DifferentialRun, SyntheticRun
+from tests.common.examples import examples
 
 STEPS = 10
 POSITIONS = 64
@@ -59,7 +60,7 @@ sizes = st.sampled_from(({"layers": 1}, {"layers": 3}, {"layers": 2, "heads": 4,
 lengths = st.lists(st.integers(1, 24), min_size=1, max_size=3)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     geometry=strategies.geometries(), kind=kinds, seed=strategies.seeds(), later=st.lists(st.integers(2, 6), max_size=1)
 )
@@ -94,7 +95,7 @@ def test_1_2_8_the_slots_are_the_list(geometry: Geometry, kind: str, seed: int, 
             before = now
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     alpha=st.sampled_from((0.3, 0.8)), size=sizes, lengths=lengths, kind=st.sampled_from(("uniform", "heavy_tailed")),
     seed=strategies.seeds(),
@@ -119,7 +120,7 @@ SCALED = {power: functools.cache(synthetic._compiled.__wrapped__) for power in (
 """Compiled steps whose scores are multiplied by 2^power; kept apart from the others."""
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     power=st.sampled_from(tuple(SCALED)), refresh_every=st.sampled_from((1, 3)), lengths=lengths, kind=kinds,
     seed=strategies.seeds(),
@@ -147,7 +148,7 @@ def test_3_scaling_every_score_changes_no_retained_set(
             assert larger[row] == {position: value * 2.0**power for position, value in momentum.items()}
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(lengths=lengths, kind=kinds, seed=strategies.seeds(), alpha=st.sampled_from((0.0, 0.8)))
 def test_3_entropy_weighting_of_one_layer_changes_none(lengths: list[int], kind: str, seed: int, alpha: float) -> None:
     """K = 1, as long as one refresh is all the momentum knows: Score-Free, or alpha = 0 (SPEC, E10)."""
@@ -172,7 +173,7 @@ def test_3_entropy_weighting_changes_sets_where_steps_are_mixed() -> None:
     assert [kept for kept, _ in attention] != [kept for kept, _ in entropy]
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(lengths=lengths, kind=kinds, seed=strategies.seeds(), size=sizes)
 def test_4_score_free_is_lazy_without_end(lengths: list[int], kind: str, seed: int, size: Any) -> None:
     scores = strategies.draw_scores(kind, (STEPS, size["layers"], len(lengths), size.get("heads", 1), POSITIONS), seed)
@@ -184,7 +185,7 @@ def test_4_score_free_is_lazy_without_end(lengths: list[int], kind: str, seed: i
     assert whole == runs(Config(**kept), lengths, scores, **size)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     refresh_every=st.one_of(st.none(), st.integers(1, 6)), steps=st.integers(1, 14), length=st.integers(2, 20),
     seed=strategies.seeds(),
@@ -202,7 +203,7 @@ def test_5_the_momentum_moves_on_ceil_of_t_over_r_steps(
     assert moved == (1 if refresh_every is None else math.ceil(steps / refresh_every))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     lengths=lengths, kind=kinds, seed=strategies.seeds(), size=sizes, evict_after=st.integers(1, 4),
     endless=st.booleans(),
@@ -229,7 +230,7 @@ def test_6_outputs_are_the_uncompressed_models_until_the_first_eviction(
                 assert off > 1e-6  # every token has a share of at least 1e-4 / 64 e^2
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(state=strategies.momenta())
 def test_7_who_enters_at_the_mean_goes_only_if_all_are_equal(state: RetentionState) -> None:
     taken = torch.arange(state.positions.shape[1]) == state.free[:, None]
@@ -252,7 +253,7 @@ def test_7_who_enters_at_the_mean_goes_only_if_all_are_equal(state: RetentionSta
             assert int(positions[row, free[row]]) == least[1]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(state=strategies.momenta(), protect=st.sampled_from(((0, 0), (1, 0), (0, 2), (2, 1))), data=st.data())
 def test_7_compaction_keeps_what_evicting_one_by_one_keeps(
     state: RetentionState, protect: Any, data: st.DataObject
@@ -274,7 +275,7 @@ def test_7_compaction_keeps_what_evicting_one_by_one_keeps(
         assert state.positions[row, chosen[row, :number]].tolist() == expected
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(geometry=strategies.geometries(rows=3), kind=kinds, seed=strategies.seeds(), data=st.data())
 def test_11_rows_do_not_see_each_other(geometry: Geometry, kind: str, seed: int, data: st.DataObject) -> None:
     """Permuting, adding and removing rows changes nothing for the others."""
@@ -297,7 +298,7 @@ def _sizes(geometry: Geometry) -> dict[str, int]:
     return {name: size for name, size in shape(geometry).items() if name != "positions"}
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(geometry=strategies.geometries(rows=2), kind=kinds, seed=strategies.seeds())
 def test_12_sequences_do_not_see_each_other(geometry: Geometry, kind: str, seed: int) -> None:
     """Two caches of one compiled step, in turns: each as if it were alone, to the last bit."""

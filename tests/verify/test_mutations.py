@@ -24,6 +24,8 @@ from inertia_fx.verify.testing.synthetic import DifferentialRun
 from tests.common import cache_machine, faults, models, propositions
 from tests.common.propositions import Process
 
+pytestmark = pytest.mark.exhaustive
+
 Patch = pytest.MonkeyPatch
 Check = Callable[[], None]
 

@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from inertia_fx import Config
 from inertia_fx.verify.testing import strategies
 from inertia_fx.verify.testing.synthetic import SyntheticRun
+from tests.common.examples import examples
 from tests.common.propositions import (
     AHEAD,
     BEHIND,
@@ -45,7 +46,7 @@ rules = st.one_of(
 )
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     rule=rules,
     refresh_every=st.sampled_from((1, 1, 3, None)),
@@ -94,7 +95,7 @@ def test_where_the_bound_stops_applying() -> None:
     assert variance > 3 * bound
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(
     alpha=st.sampled_from((0.3, 0.8)),
     layers=st.sampled_from((1, 3)),
@@ -116,7 +117,7 @@ def test_whoever_is_never_behind_stays_ahead(alpha: float, layers: int, steps: i
         assert momentum[AHEAD] >= momentum[BEHIND]
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     alpha=st.sampled_from((0.0, 0.3, 0.8)),
     layers=st.sampled_from((1, 3)),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from inertia_fx import Config, errors, verify
@@ -18,9 +18,10 @@ from inertia_fx.verify.testing import decoders, strategies, synthetic
 from inertia_fx.verify.testing.decoders import TinyDecoder
 from inertia_fx.verify.testing.synthetic import Difference, DifferentialRun, SyntheticDecoder, SyntheticRun
 from tests.common import models
+from tests.common.examples import examples
 
 
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@examples(8, suppress_health_check=list(HealthCheck))
 @given(decoder=strategies.decoders(), length=st.integers(2, 12), seed=strategies.seeds())
 def test_every_form_decodes_as_the_whole_text_at_once(decoder: TinyDecoder, length: int, seed: int) -> None:
     text = torch.randint(0, 50, (2, length + 3), generator=torch.Generator().manual_seed(seed))
@@ -36,7 +37,7 @@ def test_every_form_decodes_as_the_whole_text_at_once(decoder: TinyDecoder, leng
     assert cache.retained_positions()[1].tolist() == list(range(length + 3))
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(model=strategies.language_models(), prompt=strategies.prompts(longest=30))
 def test_drawn_models_and_prompts_are_usable(model: Any, prompt: dict[str, torch.Tensor]) -> None:
     rows = token_rows(prompt, 128)
@@ -48,7 +49,7 @@ def test_drawn_models_and_prompts_are_usable(model: Any, prompt: dict[str, torch
     assert model.config._attn_implementation in ("sdpa", "eager")
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     fixed=st.sampled_from(
         (
@@ -63,7 +64,7 @@ def test_drawn_settings_keep_the_fixed_ones(fixed: dict[str, Any], data: st.Data
     assert {name: getattr(config, name) for name in fixed} == fixed
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(state=strategies.momenta())
 def test_drawn_states_are_states(state: Any) -> None:
     live = state.positions >= 0
@@ -79,7 +80,7 @@ def test_drawn_states_are_states(state: Any) -> None:
         assert bool(live[row, state.free[row]]) or bool(dead[state.free[row]])
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(kind=st.sampled_from(strategies.KINDS), data=st.data())
 def test_drawn_scores_are_of_their_kind(kind: str, data: Any) -> None:
     drawn = data.draw(strategies.scores(steps=40, layers=2, positions=64, kinds=(kind,)))
