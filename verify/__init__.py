@@ -15,7 +15,8 @@
     check/report_data.py   what was found out: data and JSON
     check/report.py        the Report: that data, with print() (console.py) and plot() (plots.py, figures.py)
 
-    theory/bounds.py       the recurrence's weights, gap, variance and rank-stability bound, derived with sympy
+    theory/recurrence.py   the recurrence's weights, gap, variance and rank-stability bound, derived with sympy
+    theory/bounds.py       those evaluated for the rule of a Config
     theory/roofline.py     bytes and FLOPs of decode attention with scores, and what a GPU needs for them at the least
 
     testing/decoders.py    tiny decoders of every supported attention form
