@@ -45,11 +45,11 @@ def first_step(name: str, model: str | None, dtype: str, backend: str) -> dict[s
     from decode_step import bounded, filled_cache
 
     import inertia_fx
-    from inertia_fx.cli import checkpoint as models
+    from inertia_fx.cli import checkpoint
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    loaded, _ = models.load(model, getattr(torch, dtype))
+    loaded, _ = checkpoint.load(model, getattr(torch, dtype))
     settings = CANDIDATES[name]
     if settings is not None:
         settings = settings if backend == "inductor" else {}  # they are Inductor's

@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import inertia_fx
-from inertia_fx.cli import checkpoint as models
+from inertia_fx.cli import checkpoint
 
 COLUMNS = ("step", "ms", "faster", "floor", "cached", "K/V MiB", "start, s")
 """The last one: what the first three steps took, compile included. Equal graphs are compiled once per process."""
@@ -156,7 +156,7 @@ def main() -> None:
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True,
                   console=Console(stderr=True)) as progress, torch.no_grad():  # fmt: skip
         task = progress.add_task("loading the model", total=None)
-        model, _ = models.load(arguments.model, dtype)
+        model, _ = checkpoint.load(arguments.model, dtype)
         progress.remove_task(task)
         backend = "eager" if arguments.quick else "inductor"
         compiled = inertia_fx.compile(model, ratio=0.9, backend=backend)

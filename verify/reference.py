@@ -60,7 +60,7 @@ class Reference:
         self.row = RetentionList(**settings)
         self.observe = observe
         self.chosen: list[int] = []
-        self.cache = DynamicCache(config=self.model.config)
+        self.cache: Any = DynamicCache(config=self.model.config)  # its layers are typed as without keys
         self.arguments = inspect.signature(self.model.forward).parameters
         self.cache_name = "cache" if "cache" in self.arguments else "past_key_values"
 

@@ -78,12 +78,10 @@ def ours(setting: Setting, given: Buffers, scorer: str | None = "attention", **c
     """The layer's attention, with its momentum update if scored."""
     if not setting.on_gpu:
         return reference.scored_attention(*given.arguments, scorer or "attention")
-    from inertia_fx.kernels.triton import attention as scored_attention
+    from inertia_fx.kernels.triton.attention import scored_attention
 
     blend = {"old": given.old, "old_weight": 0.8, "new_weight": 0.2} if scorer else {}
-    return scored_attention.scored_attention(
-        *given.arguments, scorer, processors=setting.processors, **blend, **choices
-    )
+    return scored_attention(*given.arguments, scorer, processors=setting.processors, **blend, **choices)
 
 
 def sdpa(given: Buffers) -> Any:

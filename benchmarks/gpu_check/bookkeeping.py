@@ -82,9 +82,9 @@ def bookkeeping_times(setting: Setting) -> Iterator[Row]:
 def _launches(setting: Setting) -> tuple[Callable[..., Any], ...]:
     """Enter, evict and gather: the kernels, or their definitions where there is no GPU to run them."""
     if setting.on_gpu:
-        from inertia_fx.kernels.triton import state as evict
+        from inertia_fx.kernels.triton import state
 
-        return evict.enter, evict.evict, evict.gather
+        return state.enter, state.evict, state.gather
     from inertia_fx.cache.storage import _take
 
     return reference.enter, _evict_by_definition, _take

@@ -121,11 +121,11 @@ def kernels(case: Case, given: dict[str, Tensor], setting: Setting) -> tuple[Ten
     """What the kernels say; their definition where there is no GPU to run them."""
     if not setting.on_gpu:
         return definition(case, given)
-    from inertia_fx.kernels.triton import attention as scored_attention
+    from inertia_fx.kernels.triton.attention import scored_attention
 
     old_weight, new_weight = case.blend or (0.0, 1.0)
     with launching_directly():
-        return scored_attention.scored_attention(
+        return scored_attention(
             *(given[name] for name in ("query", "key", "value", "mask", "live")),
             1 / math.sqrt(case.width),
             case.kv_heads,

@@ -18,7 +18,8 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from ...kernels.triton import attention, plan, state
+from ...kernels.triton import attention, state
+from ...kernels.triton.plan import Plan, plan_for
 
 SLOTS = 6401
 """Odd, so that nothing is taken for a multiple of 16 that in a graph with symbolic sizes is not known to be one."""
@@ -82,16 +83,16 @@ class Case:
     sink: bool = False
     blend: bool = True
     kv_heads: int = 8
-    plan: plan.Plan | None = None
+    plan: Plan | None = None
 
     @property
     def widths(self) -> tuple[int, int]:
         return self.width, self.width if self.value_width is None else self.value_width
 
-    def plan_on(self, gpu: GPU) -> plan.Plan:
+    def plan_on(self, gpu: GPU) -> Plan:
         if self.plan is not None:
             return self.plan
-        return plan.plan_for(self.groups, *self.widths, self.dtype.itemsize, gpu.is_hip)
+        return plan_for(self.groups, *self.widths, self.dtype.itemsize, gpu.is_hip)
 
     def __str__(self) -> str:
         width, value_width = self.widths
