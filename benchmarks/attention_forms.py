@@ -20,14 +20,13 @@ import torch
 import torch.nn.functional as F
 from result_tables import Results
 
-from inertia_fx.kernels import cpu as inductor_cpu
-from inertia_fx.kernels import reference
+from inertia_fx.kernels import cpu, reference
 
 HEADS, KV_HEADS, WIDTH = 9, 3, 64
 
 
 def sdpa(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
-    """The peer: scaled_dot_product_attention, which gives no scores."""
+    """Run the baseline: scaled_dot_product_attention, which gives no scores."""
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True, scale=0.125)
 
 
@@ -35,15 +34,15 @@ def matrix_products(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
     return reference.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention")
 
 
-def inductor_cpu_full(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
-    return inductor_cpu.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention", HEADS // KV_HEADS, False)
+def cpu_decomposition(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
+    return cpu.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention", HEADS // KV_HEADS, False)
 
 
-def inductor_cpu_half(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
-    return inductor_cpu.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention", HEADS // KV_HEADS, True)
+def cpu_decomposition_half(q: Any, k: Any, v: Any, mask: Any, live: Any) -> Any:
+    return cpu.scored_attention(q, k, v, mask, live, 0.125, KV_HEADS, "attention", HEADS // KV_HEADS, True)
 
 
-FORMS = (sdpa, matrix_products, inductor_cpu_full, inductor_cpu_half)
+FORMS = (sdpa, matrix_products, cpu_decomposition, cpu_decomposition_half)
 
 
 def main() -> None:

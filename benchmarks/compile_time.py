@@ -3,7 +3,7 @@
     python benchmarks/compile_time.py [--dtype bfloat16] [--rounds 1] [--only NAME ...] [--quick]
 
 Every figure is taken in a process of its own: cold with an empty Inductor cache, warm with the cache that the cold one
-left. The contenders take turns. The step itself is timed on one thread. Cache contents are random (4,096 tokens). With
+left. The candidates take turns. The step itself is timed on one thread. Cache contents are random (4,096 tokens). With
 several rounds the medians are shown. Writes benchmarks/results/compile_time_DTYPE.md, or with `--only` another file.
 """
 
@@ -22,7 +22,7 @@ import time
 from typing import Any
 
 TOKENS = 4096
-CONTENDERS: dict[str, dict[str, Any] | None] = {
+CANDIDATES: dict[str, dict[str, Any] | None] = {
     "full cache, static": None,
     "full cache, dynamic": None,
     "inertia_fx": {},
@@ -45,12 +45,12 @@ def first_step(name: str, model: str | None, dtype: str, backend: str) -> dict[s
     from decode_step import bounded, filled_cache
 
     import inertia_fx
-    from inertia_fx.cli import checkpoint as models
+    from inertia_fx.cli import checkpoint
 
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    loaded, _ = models.load(model, getattr(torch, dtype))
-    settings = CONTENDERS[name]
+    loaded, _ = checkpoint.load(model, getattr(torch, dtype))
+    settings = CANDIDATES[name]
     if settings is not None:
         settings = settings if backend == "inductor" else {}  # they are Inductor's
         compiled = inertia_fx.compile(loaded, ratio=0.9, backend=backend, **settings)
@@ -98,9 +98,9 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--model", default=None, help="local folder or hub name; default SmolLM2-135M-Instruct")
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, help="these contenders, default all")
+    parser.add_argument("--only", nargs="+", choices=CANDIDATES, help="these candidates, default all")
     parser.add_argument("--quick", action="store_true", help="inner compiler 'eager': tries the script only")
-    parser.add_argument("--child", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=CANDIDATES, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         backend = "eager" if arguments.quick else "inductor"
@@ -111,7 +111,7 @@ def main() -> None:
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-    names = arguments.only or list(CONTENDERS)
+    names = arguments.only or list(CANDIDATES)
     taken: dict[tuple[str, str], list[dict[str, Any]]] = {}
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True,
                   console=Console(stderr=True)) as progress:  # fmt: skip

@@ -2,7 +2,7 @@
 
     python benchmarks/decode_step.py [--prompts 4096,8192] [--dtype bfloat16] [--rounds 15] [--quick]
 
-Each row is the median over all rounds; a round times a few steps of every contender one after the other, so that a
+Each row is the median over all rounds; a round times a few steps of every candidate one after the other, so that a
 machine that slows down slows all of them. One thread. Cache contents are random (a step costs the same whatever the
 numbers), so no prompt is computed. Writes the table to benchmarks/results/decode_step_DTYPE.md.
 """
@@ -28,14 +28,14 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 import inertia_fx
-from inertia_fx.cli import checkpoint as models
+from inertia_fx.cli import checkpoint
 
 COLUMNS = ("step", "ms", "faster", "floor", "cached", "K/V MiB", "start, s")
 """The last one: what the first three steps took, compile included. Equal graphs are compiled once per process."""
 
 
 @dataclasses.dataclass
-class Contender:
+class Candidate:
     """Something whose decode step is timed: `step()` runs one."""
 
     name: str
@@ -74,8 +74,8 @@ def filled_cache(model: Any, tokens: int, room: int, static: bool) -> Any:
     return cache
 
 
-def full_cache(model: Any, tokens: int, room: int, static: bool, backend: str) -> Contender:
-    """The peer: the model's own step under torch.compile, with transformers' DynamicCache or StaticCache."""
+def full_cache(model: Any, tokens: int, room: int, static: bool, backend: str) -> Candidate:
+    """Return the baseline: the model's own step under torch.compile, with transformers' DynamicCache or StaticCache."""
     kind = "static" if static else "dynamic"
     cache = filled_cache(model, tokens, room, static)
     position = [tokens]
@@ -90,16 +90,16 @@ def full_cache(model: Any, tokens: int, room: int, static: bool, backend: str) -
         compiled(token, torch.tensor([[position[0]]]), cache)
         position[0] += 1
 
-    return Contender(f"full cache, {kind}", step, lambda: position[0], lambda: storage(cache))
+    return Candidate(f"full cache, {kind}", step, lambda: position[0], lambda: storage(cache))
 
 
-def bounded(model: Any, tokens: int, name: str, **settings: Any) -> Contender:
+def bounded(model: Any, tokens: int, name: str, **settings: Any) -> Candidate:
     cache = inertia_fx.InertiaCache(inertia_fx.Config(**settings))
     with cache.prompt(1, tokens):
         for layer, (key, value) in enumerate(random_layers(model, tokens)):
             cache.update(key, value, layer)
     token = torch.tensor([[5]])
-    return Contender(
+    return Candidate(
         f"inertia_fx, {name}",
         lambda: model(token, past_key_values=cache),
         lambda: len(cache.retained_positions()[0]),
@@ -107,22 +107,22 @@ def bounded(model: Any, tokens: int, name: str, **settings: Any) -> Contender:
     )
 
 
-def measure(contenders: list[Contender], rounds: int, steps: int, progress: Progress) -> None:
-    for contender in contenders:
-        task = progress.add_task(f"compiling: {contender.name}", total=None)
+def measure(candidates: list[Candidate], rounds: int, steps: int, progress: Progress) -> None:
+    for candidate in candidates:
+        task = progress.add_task(f"compiling: {candidate.name}", total=None)
         begin = time.perf_counter()
         for _ in range(3):  # DynamicCache compiles twice, the first eviction changes the slot count
-            contender.step()
-        contender.first = time.perf_counter() - begin
+            candidate.step()
+        candidate.first = time.perf_counter() - begin
         progress.remove_task(task)
     task = progress.add_task("timing", total=rounds)
     for _ in range(rounds):
-        for contender in contenders:
-            contender.step()
+        for candidate in candidates:
+            candidate.step()
             for _ in range(steps):
                 begin = time.perf_counter()
-                contender.step()
-                contender.times.append(time.perf_counter() - begin)
+                candidate.step()
+                candidate.times.append(time.perf_counter() - begin)
         progress.advance(task)
     progress.remove_task(task)
 
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument("--prompts", default="4096,8192", help="prompt lengths, comma separated")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each contender per round")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of each candidate per round")
     parser.add_argument("--model", default=None, help="local folder or hub name; default SmolLM2-135M-Instruct")
     parser.add_argument(
         "--quick", action="store_true", help="few rounds, inner compiler 'eager': tries the script only"
@@ -156,29 +156,29 @@ def main() -> None:
     with Progress(SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), transient=True,
                   console=Console(stderr=True)) as progress, torch.no_grad():  # fmt: skip
         task = progress.add_task("loading the model", total=None)
-        model, _ = models.load(arguments.model, dtype)
+        model, _ = checkpoint.load(arguments.model, dtype)
         progress.remove_task(task)
         backend = "eager" if arguments.quick else "inductor"
         compiled = inertia_fx.compile(model, ratio=0.9, backend=backend)
         for tokens in map(int, arguments.prompts.split(",")):
-            contenders = [full_cache(model, tokens, 64 + 8 * rounds, static, backend) for static in (True, False)]
-            contenders += [
+            candidates = [full_cache(model, tokens, 64 + 8 * rounds, static, backend) for static in (True, False)]
+            candidates += [
                 bounded(compiled, tokens, "full refresh", ratio=0.9),
                 bounded(compiled, tokens, "Lazy4", ratio=0.9, refresh_every=4),
                 bounded(compiled, tokens, "Score-Free", ratio=0.9, refresh_every=None),
                 bounded(compiled, 1, "one token", budget=1),
             ]
-            measure(contenders, rounds, arguments.steps, progress)
-            best = min(contender.milliseconds for contender in contenders[:2])
-            floor = contenders[-1].milliseconds
+            measure(candidates, rounds, arguments.steps, progress)
+            best = min(candidate.milliseconds for candidate in candidates[:2])
+            floor = candidates[-1].milliseconds
             heading = f"A prompt of {tokens:,} tokens, ratio 0.9"
             results.begin(heading, COLUMNS, left=("step",), heading=heading)
-            for contender in contenders:
-                ours = contender not in contenders[:2]
+            for candidate in candidates:
+                ours = candidate not in candidates[:2]
                 results.row(
-                    contender.name, f"{contender.milliseconds:.1f}", f"{best / contender.milliseconds:.2f}",
-                    f"{contender.milliseconds / floor:.2f}" if ours else "", f"{contender.cached():,}",
-                    f"{contender.nbytes() / 2**20:.1f}", f"{contender.first:.0f}",
+                    candidate.name, f"{candidate.milliseconds:.1f}", f"{best / candidate.milliseconds:.2f}",
+                    f"{candidate.milliseconds / floor:.2f}" if ours else "", f"{candidate.cached():,}",
+                    f"{candidate.nbytes() / 2**20:.1f}", f"{candidate.first:.0f}",
                 )  # fmt: skip
             results.end()
     if not arguments.quick:

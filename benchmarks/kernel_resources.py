@@ -2,9 +2,9 @@
 
     python benchmarks/kernel_resources.py [--all] [--targets sm_80,sm_90,gfx942]
 
-Compiles ahead of time (`ahead_of_time.py`; a few seconds per kernel) and writes benchmarks/results/kernel_resources.md.
-By default a subset that meets every tile shape; `--all` is every dtype x head width x group size, scored and unscored.
-Needs triton and no GPU.
+Compiles ahead of time (`verify/testing/ahead_of_time.py`; a few seconds per kernel) and writes
+benchmarks/results/kernel_resources.md. By default a subset that meets every tile shape; `--all` is every dtype x head
+width x group size, scored and unscored. Needs triton and no GPU.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default up to
 
 import torch
 import triton
-from ahead_of_time import GPUS, Case, Launch, bookkeeping_launches, compile_launch, launches_of
 from result_tables import Results
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from inertia_fx.verify.testing.ahead_of_time import compile_launch
+from inertia_fx.verify.testing.launches import GPUS, Case, Launch, bookkeeping_launches, launches_of
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WIDTHS, GROUPS = (32, 64, 80, 96, 112, 128, 256), (1, 4, 8, 16, 64)

@@ -78,7 +78,9 @@ class BackendOptions(PassOptions):
         return PASSES if isinstance(self.passes, bool) else tuple(self.passes)
 
 
-def validate_inner_backend(backend: str | Callable[..., Any], mode: str | None, options: Mapping[str, Any] | None) -> None:
+def validate_inner_backend(
+    backend: str | Callable[..., Any], mode: str | None, options: Mapping[str, Any] | None
+) -> None:
     """Raise :class:`ConfigError` unless the inner compiler exists and takes what is passed to it."""
     if not callable(backend) and not isinstance(backend, str):
         raise ConfigError(f"backend={backend!r} is neither a name nor a callable.")

@@ -1,4 +1,4 @@
-"""Settings of the whole test run: one thread per worker, quiet transformers, hypothesis without deadlines."""
+"""Settings of the whole test run: one thread per worker, quiet transformers, hypothesis' profiles, the order of tests."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ import torch
 import transformers
 from hypothesis import settings
 
+from tests.common.examples import PROFILES
+
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
-settings.register_profile("inertia_fx", deadline=None, derandomize=bool(os.environ.get("CI")))
-settings.load_profile("inertia_fx")
+pytest.register_assert_rewrite("tests.common.cache_machine", "tests.common.propositions")
+for name, number in PROFILES.items():
+    settings.register_profile(name, deadline=None, derandomize=bool(os.environ.get("CI")), max_examples=number)
+settings.load_profile("full")  # another one: pytest --hypothesis-profile quick
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,49 +28,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="let the cache's state machine run for so long (60 minutes if no number is given)",
     )  # fmt: skip
 
-    parser.addoption(
-        "--part", choices=("measured", "rest"), default=None,
-        help="the tests under which `make test` measures coverage (tracing slows Dynamo down), or all the others",
-    )  # fmt: skip
 
-
-MEASURED = (
-    "api",
-    "bounds",
-    "cache",
-    "clauses",
-    "cli",
-    "contract",
-    "reference",
-    "passes",
-    "plan",
-    "progress",
-    "propositions",
-    "regions",
-    "console",
-    "strategies",
-    "check",
-    "verify_command",
-    "artifacts",
-    "fingerprints",
-    "models",
-    "patches",
-    "reuse",
-)
-"""Files that reach nearly every branch; parity, contract, mutations and real models run what these have run."""
-
-
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests first, so that no worker is left alone with them; tests that share a compiled model on one worker."""
-    part = config.getoption("--part")
-    if part is not None:
-        names = {f"test_{name}.py" for name in MEASURED}
-        measured = [item.path.name in names and item.get_closest_marker("slow") is None for item in items]
-        chosen = [
-            item for item, is_measured in zip(items, measured, strict=True) if is_measured == (part == "measured")
-        ]
-        config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
-        items[:] = chosen
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})

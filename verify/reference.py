@@ -1,10 +1,10 @@
-"""The literal growing-list decoder: SPEC.md line by line, in plain eager torch, slow and obvious.
+"""Decode by the letter of SPEC.md over a growing list of tokens, in eager torch, slow and obvious.
 
 One row at a time, one growing list of cached tokens, nothing bounded, nothing compiled. It shares no code with the
 passes, the kernels or the slot cache; its attention is the model's own eager attention, whose probabilities the model
 hands out. What the compiled graph retains must equal what this retains, at every step.
 
-    retention.py    who stays: two Python lists, positions and momentum
+    retention.py    the eviction rule on two Python lists, positions and momentum
     Reference       a Hugging Face model around them
     decode()        a prompt and greedy steps of it, recorded
 """
@@ -27,7 +27,7 @@ from .retention import RetentionList
 
 @dataclasses.dataclass
 class Observation:
-    """What one decode step saw before anything left: everything that the decision rests on.
+    """Observation of one decode step before its eviction: everything that the eviction rests on.
 
     Attributes:
         momentum: of the L tokens attended to, by position, the new one last: after the update, before the eviction.
@@ -43,7 +43,7 @@ class Observation:
 
 
 class Reference:
-    """The decoder of SPEC.md for one row of a Hugging Face model.
+    """Reference decoder of SPEC.md for one row of a Hugging Face model.
 
     Args:
         model: the original model. It is left alone: decode steps run on a copy with eager attention that shares its
@@ -60,45 +60,45 @@ class Reference:
         self.row = RetentionList(**settings)
         self.observe = observe
         self.chosen: list[int] = []
-        self.cache = DynamicCache(config=self.model.config)
+        self.cache: Any = DynamicCache(config=self.model.config)  # its layers are typed as without keys
         self.arguments = inspect.signature(self.model.forward).parameters
         self.cache_name = "cache" if "cache" in self.arguments else "past_key_values"
 
     @property
     def positions(self) -> list[int]:
-        """True positions of the cached tokens, in order."""
+        """Return the true positions of the cached tokens, in order."""
         return self.row.positions
 
     @property
     def momentum(self) -> list[float]:
-        """Their momentum."""
+        """Return the momentum of the cached tokens."""
         return self.row.momentum
 
     @property
     def seen(self) -> int:
-        """Tokens of the text so far."""
+        """Return the number of tokens of the text so far."""
         return self.row.seen
 
     def budget(self) -> int:
-        """Tokens that survive each step."""
+        """Return the number of tokens that survive each step."""
         return self.row.budget()
 
     def fork(self) -> Reference:
-        """An independent sequence with the same past (beam search), over the same model."""
+        """Return an independent sequence with the same past (beam search), over the same model."""
         twin = copy.copy(self)
         twin.row, twin.cache = copy.deepcopy(self.row), copy.deepcopy(self.cache)
         return twin
 
     @torch.no_grad()
     def prompt(self, token_ids: list[int]) -> Tensor:
-        """Several tokens at once, first or later prompt (D13). Returns the last token's logits."""
+        """Prefill a first or later prompt (D13). Returns the last token's logits."""
         logits = self._forward(self.model, token_ids).logits[0, -1]
         self.row.add_prompt(len(token_ids))
         return logits
 
     @torch.no_grad()
     def step(self, token_id: int, follow: Sequence[int] | None = None) -> Tensor:
-        """One decode step. Returns its logits.
+        """Run one decode step. Returns its logits.
 
         Args:
             follow: positions to keep instead of `chosen`: what the decoder under test kept, so that a tie which its
@@ -158,8 +158,8 @@ def _eager_twin(model: Any) -> Any:
 
 
 @dataclasses.dataclass
-class Trace:
-    """What one row did.
+class DecodeRecord:
+    """Record of one row's decoding.
 
     Attributes:
         tokens: the greedy tokens, the first of them from the prompt's forward.
@@ -176,8 +176,8 @@ class Trace:
     budget: int
 
 
-def decode(model: Any, prompt: list[int], steps: int, **settings: Any) -> Trace:
-    """Greedy decoding of one row: the prompt, then `steps` decode steps.
+def decode(model: Any, prompt: list[int], steps: int, **settings: Any) -> DecodeRecord:
+    """Decode one row greedily: the prompt, then `steps` decode steps.
 
     Args:
         model: a Hugging Face causal language model, in evaluation mode.
@@ -187,11 +187,11 @@ def decode(model: Any, prompt: list[int], steps: int, **settings: Any) -> Trace:
     """
     reference = Reference(model, **settings)
     logits = [reference.prompt(prompt)]
-    trace = Trace([int(logits[0].argmax())], [], [], torch.empty(0), reference.budget())
+    record = DecodeRecord([int(logits[0].argmax())], [], [], torch.empty(0), reference.budget())
     for _ in range(steps):
-        logits.append(reference.step(trace.tokens[-1]))
-        trace.tokens.append(int(logits[-1].argmax()))
-        trace.retained.append(list(reference.positions))
-        trace.momentum.append(list(reference.momentum))
-    trace.logits = torch.stack(logits[1:])
-    return trace
+        logits.append(reference.step(record.tokens[-1]))
+        record.tokens.append(int(logits[-1].argmax()))
+        record.retained.append(list(reference.positions))
+        record.momentum.append(list(reference.momentum))
+    record.logits = torch.stack(logits[1:])
+    return record

@@ -1,4 +1,4 @@
-"""Who stays, in two Python lists: SPEC.md line by line, whatever the scores come from."""
+"""Keep and evict tokens on two Python lists, by the letter of SPEC.md, wherever the scores come from."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class RetentionList:
-    """One row's cached tokens, in the order of the text, and the rule that decides who stays.
+    """Retention list of one row: its cached tokens, in the order of the text, and the rule that evicts them.
 
     Args:
         The arguments are those of :class:`inertia_fx.Config`, with the same meaning.
@@ -55,18 +55,18 @@ class RetentionList:
 
     @property
     def by_position(self) -> dict[int, float]:
-        """The momentum of every listed token."""
+        """Return the momentum of every listed token, by position."""
         return dict(zip(self.positions, self.momentum, strict=True))
 
     def budget(self) -> int:
-        """B = floor((1 - ratio) P), exactly (D5), at least min_budget (D6)."""
+        """Return B = floor((1 - ratio) P), exactly (D5), at least min_budget (D6)."""
         if self.absolute is not None:
             return self.absolute
         kept = (1 - Fraction(str(self.ratio))) * self.prompt_length
         return max(self.min_budget, math.floor(kept))
 
     def add_prompt(self, tokens: int) -> None:
-        """A first or later prompt (D13): its tokens join at the mean of the momenta, 0 in an empty list."""
+        """Append a first or later prompt (D13): its tokens join at the mean of the momenta, 0 in an empty list."""
         mean = _mean(self.momentum)
         for _ in range(tokens):
             self.positions.append(self.seen)
@@ -77,7 +77,7 @@ class RetentionList:
         self.pooled = False
 
     def add_token(self) -> bool:
-        """A decode step begins: its token enters at the mean of the others (D2). Returns whether it is a refresh."""
+        """Begin a decode step: its token enters at the mean of the others (D2). Returns whether it is a refresh."""
         self.step_number += 1
         self.positions.append(self.seen)
         self.momentum.append(_mean(self.momentum))
@@ -87,7 +87,7 @@ class RetentionList:
         return (self.step_number - 1) % self.refresh_every == 0
 
     def score(self, probabilities: Tensor, value_norms: Tensor) -> Tensor:
-        """s of one layer (D4, D21).
+        """Return the scores s of one layer (D4, D21).
 
         Args:
             probabilities: [query heads, tokens] fp32, softmax of the one query over the listed tokens.
@@ -124,7 +124,7 @@ class RetentionList:
         self.momentum = m.tolist()
 
     def survivors(self) -> list[int]:
-        """The step ends: positions of the tokens that stay, sorted. Pools the momentum before a first eviction (D19)."""
+        """Return the sorted positions of the tokens that survive the step. Pools the momentum before a first eviction (D19)."""
         count = len(self.positions) - self.budget()
         if self.step_number < self.evict_after or count <= 0:
             return list(self.positions)

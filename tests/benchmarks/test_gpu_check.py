@@ -1,4 +1,4 @@
-"""`benchmarks/gpu_check.py`, whose full run needs a GPU, at a tiny size on a CPU: so that it does not rot."""
+"""`benchmarks/gpu_check`, whose full run needs a GPU, at a tiny size on a CPU: so that it does not rot."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("gpu_check")  # one run for all that read its report
 
-SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu_check.py"
+SCRIPT = pathlib.Path(__file__).parents[2] / "benchmarks" / "gpu_check"
 
 
 def run(out: pathlib.Path, *arguments: str) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
@@ -94,8 +94,9 @@ def test_a_section_that_fails_or_takes_too_long_does_not_stop_the_others(tmp_pat
     code = f"""
 import sys, time
 sys.path.insert(0, {str(SCRIPT.parent)!r})
-import gpu_check, torch
-from gpu_check_report import Row, Setting
+import torch
+from gpu_check import command
+from gpu_check.report import Row, Setting
 
 def broken(setting):
     yield Row("before", {{}})
@@ -128,15 +129,15 @@ class Faulty(Setting):
     def free_memory(self):
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-Section = gpu_check.Section
+Section = command.Section
 chosen = [Section("broken", broken, 1), Section("slow", slow, 1, most=0.3), Section("wrong", wrong, 1),
           Section("wrong and slow", wrong_and_slow, 1, most=0.3), Section("compiles", compiles, 1, most=0.3, proves=True),
           Section("compiler fails", compiler_fails, 1), Section("fine", lambda _: iter([Row("all", {{}})]), 1)]
 written = []
-gpu_check.run(chosen, Faulty(torch.device("cpu"), True), time.monotonic() + 30, lambda: written.append(1))
+command.run(chosen, Faulty(torch.device("cpu"), True), time.monotonic() + 30, lambda: written.append(1))
 statuses = ["failed", "out of time", "wrong", "wrong, and out of time", "out of time", "failed", "ok"]
 assert [section.status for section in chosen] == statuses, chosen
-assert [gpu_check.is_proven(section) for section in chosen] == [False, True, False, False, False, False, True]
+assert [command.is_proven(section) for section in chosen] == [False, True, False, False, False, False, True]
 assert "ValueError: broken" in chosen[0].error
 assert chosen[0].reason == "ValueError: broken"
 assert chosen[5].reason == "ValueError: inside"

@@ -13,7 +13,7 @@ from inertia_fx.cli import checkpoint, demo
 from inertia_fx.errors import InputError
 from inertia_fx.verify import Report
 from tests.common.commands import TEMPLATE, invoke, save_tiny, tokenizer
-from tests.verify.test_console import FINDINGS, VIOLATION, fake, row
+from tests.common.reports import FINDINGS, VIOLATION, fake, row
 
 TEXT = "The grass is green. The sky is blue."
 

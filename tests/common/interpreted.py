@@ -1,4 +1,4 @@
-"""The Triton kernels under Triton's interpreter, which runs them on CPU tensors.
+"""Run the Triton kernels under Triton's interpreter, which runs them on CPU tensors.
 
 Triton decides when it is imported whether its functions are interpreted, and other tests compile the same kernels: so
 the interpreter lives in a process of its own, one per test session.
@@ -30,7 +30,7 @@ def _process() -> concurrent.futures.ProcessPoolExecutor:
 
 
 def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``function(*args, **kwargs)`` where the kernels are interpreted; returns its result and `args` as it left them.
+    """Call ``function(*args, **kwargs)`` where the kernels are interpreted; returns its result and `args` as it left them.
 
     Memory that torch allocates without filling it is NaN (or the largest integer) there: what is read was written.
     """
@@ -40,13 +40,12 @@ def run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _call(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory and torch.empty(3).isnan().all()
-    from inertia_fx.kernels.triton import attention as scored_attention
-    from inertia_fx.kernels.triton import state as evict
+    from inertia_fx.kernels.triton import attention, state
 
     _mend_bf16_products()
     _mend_indices()
     with contextlib.ExitStack() as stack:
-        for module in (evict, scored_attention):  # torch 2.11 does not wrap what is interpreted; there is no graph here
+        for module in (state, attention):  # torch 2.11 does not wrap what is interpreted; there is no graph here
             stack.enter_context(mock.patch.object(module, "wrap_triton", lambda kernel: kernel))
         return function(*args, **kwargs), args
 
@@ -82,14 +81,14 @@ def _mend_indices() -> None:
 
 def attention_with_a_program_missing(*args: Any, **kwargs: Any) -> Any:
     """Scored attention whose merge is launched without its last program."""
-    from inertia_fx.kernels.triton import attention as module
+    from inertia_fx.kernels.triton import attention
 
     def launcher(kernel: Any) -> Any:
         class Launcher:
             def __getitem__(self, grid: Any) -> Any:
                 return kernel[(grid[0], grid[1] - 1)]
 
-        return Launcher() if kernel is module.merge_kernel else kernel
+        return Launcher() if kernel is attention.merge_kernel else kernel
 
-    with mock.patch.object(module, "wrap_triton", launcher):
-        return module.scored_attention(*args, **kwargs)
+    with mock.patch.object(attention, "wrap_triton", launcher):
+        return attention.scored_attention(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""Tiny decoders for the tests, and the two ways to run them: through a compiled model, and through the reference."""
+"""Make tiny decoders for the tests, and decode with a compiled one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _UNSUPPORTED = {
 def llama(
     layers: int = 2, heads: int = 4, kv_heads: int = 2, *, attention: str = "sdpa", seed: int = 0
 ) -> transformers.LlamaForCausalLM:
-    """A random Llama with attention sharp enough that tokens differ in use."""
+    """Make a random Llama with attention sharp enough that tokens differ in use."""
     return tiny(
         "llama", num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
         attn_implementation=attention, seed=seed,
@@ -33,7 +33,7 @@ def llama(
 
 
 def tiny(family: str, *, seed: int = 0, **settings: Any) -> Any:
-    """A random two-layer decoder of a family, in evaluation mode."""
+    """Make a random two-layer decoder of a family, in evaluation mode."""
     if family in decoders.FAMILIES:
         return decoders.language_model(family, vocabulary=VOCABULARY, seed=seed, **settings)
     name, base = _UNSUPPORTED[family]
@@ -44,18 +44,18 @@ def tiny(family: str, *, seed: int = 0, **settings: Any) -> Any:
 
 @functools.cache
 def cached_llama(layers: int, heads: int, kv_heads: int) -> transformers.LlamaForCausalLM:
-    """As :func:`llama`, one instance for all tests that only read it."""
+    """Return what :func:`llama` makes, one instance for all tests that only read it."""
     return llama(layers, heads, kv_heads)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random token ids without 0, which the tests pad with."""
+    """Return random token ids without 0, which the tests pad with."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()
 
 
 def pad(rows: list[list[int]], side: str = "left") -> dict[str, Tensor]:
-    """Rows of token ids as a batch: input_ids and attention_mask, [B, longest]."""
+    """Pad rows of token ids to a batch: input_ids and attention_mask, [B, longest]."""
     width = max(map(len, rows))
     ids, mask = torch.zeros(len(rows), width, dtype=torch.int64), torch.zeros(len(rows), width, dtype=torch.int64)
     for index, row in enumerate(rows):
@@ -66,7 +66,7 @@ def pad(rows: list[list[int]], side: str = "left") -> dict[str, Tensor]:
 
 @dataclasses.dataclass
 class Run:
-    """What the rows of a compiled model did; the fields are those of `verify.reference.Trace`, one entry per row."""
+    """Run of a compiled model's rows; the fields are those of `verify.reference.DecodeRecord`, one entry per row."""
 
     tokens: list[list[int]]
     retained: list[list[list[int]]]
@@ -77,7 +77,7 @@ class Run:
 
 @torch.no_grad()
 def decode(model: Any, rows: list[list[int]], steps: int, cache: inertia_fx.InertiaCache | None = None) -> Run:
-    """Greedy decoding by a hand-written loop over `model(...)`: a left-padded prompt, then `steps` decode steps."""
+    """Decode greedily in a hand-written loop over `model(...)`: a left-padded prompt, then `steps` decode steps."""
     cache = inertia_fx.InertiaCache() if cache is None else cache
     batch = pad(rows)
     mask, width = batch["attention_mask"], batch["input_ids"].shape[1]

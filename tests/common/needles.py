@@ -1,4 +1,4 @@
-"""Needle prompts that tell good eviction from bad: a number hidden in a long text, asked for at the end.
+"""Make needle prompts that tell good eviction from bad: a number hidden in a long text, asked for at the end.
 
 Two forms. `prefixed`: the answer's first words are given, so that the first new token is the number. `chat`: the model
 starts its answer itself, and the number comes some ten tokens later; whoever has evicted by then has lost it.
@@ -29,18 +29,18 @@ _CHAT = (
 class Needle:
     """`user` goes through the chat template, `prefix` after it; `answer` must occur among `new_tokens` greedy tokens.
 
-    `plain` is the user's message without a needle, the same for all prompts of one kind.
+    `without` is the user's message without a needle, the same for all prompts of one kind.
     """
 
     user: str
     prefix: str
     answer: str
     new_tokens: int
-    plain: str
+    without: str
 
     def without_needle(self) -> Needle:
         """The same text with fillers alone: equal up to where the needle is."""
-        return dataclasses.replace(self, user=self.plain, answer="")
+        return dataclasses.replace(self, user=self.without, answer="")
 
     def token_ids(self, tokenizer: Any) -> list[int]:
         messages = [{"role": "user", "content": self.user}]

@@ -1,4 +1,4 @@
-"""Attention spelled in every way that is refused, on the plain decoder of `inertia_fx.verify.decoders`."""
+"""Spell attention in every way that is refused, on the tiny decoder of `inertia_fx.verify.testing.decoders`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from inertia_fx.verify.testing.decoders import FORMS as MATCHED
-from inertia_fx.verify.testing.decoders import PlainDecoder, minimum, sdpa_gqa, sdpa_repeat
+from inertia_fx.verify.testing.decoders import TinyDecoder as TinyDecoder
+from inertia_fx.verify.testing.decoders import minimum, sdpa_gqa, sdpa_repeat
 
 __all__ = [
     "HEADS",
@@ -20,7 +21,7 @@ __all__ = [
     "REFUSED",
     "SCALE",
     "WIDTH",
-    "PlainDecoder",
+    "TinyDecoder",
     "alibi",
     "sdpa_gqa",
     "sdpa_repeat",

@@ -23,7 +23,9 @@ def compiled(layers: int, groups: int, backend: str) -> Any:
 
 
 @functools.cache
-def expected(layers: int, groups: int, row: tuple[int, ...], settings: tuple[tuple[str, Any], ...]) -> reference.Trace:
+def expected(
+    layers: int, groups: int, row: tuple[int, ...], settings: tuple[tuple[str, Any], ...]
+) -> reference.DecodeRecord:
     return reference.decode(models.cached_llama(layers, 4, 4 // groups), list(row), STEPS, **dict(settings))
 
 

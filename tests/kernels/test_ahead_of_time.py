@@ -11,17 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks.ahead_of_time import (
-    GPUS,
-    Case,
-    Launch,
-    Resources,
-    _llvm_loads,
-    _ptx_loads,
-    bookkeeping_launches,
-    compile_launch,
-    launches_of,
-)
+from inertia_fx.verify.testing.ahead_of_time import Resources, compile_launch, llvm_loads, ptx_loads
+from inertia_fx.verify.testing.launches import GPUS, Case, Launch, bookkeeping_launches, launches_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -211,7 +202,7 @@ define amdgpu_kernel void @kernel(ptr addrspace(1) %0, ptr addrspace(1) %1) {
 
 
 def test_loads_are_followed_to_their_parameter() -> None:
-    assert _ptx_loads(PTX, [0]) == [16, 2, 16]
-    assert _ptx_loads(PTX, [1]) == [4, 8]
-    assert _llvm_loads(LLVM, [0]) == [16, 8]
-    assert _llvm_loads(LLVM, [1]) == [2]
+    assert ptx_loads(PTX, [0]) == [16, 2, 16]
+    assert ptx_loads(PTX, [1]) == [4, 8]
+    assert llvm_loads(LLVM, [0]) == [16, 8]
+    assert llvm_loads(LLVM, [1]) == [2]

@@ -1,4 +1,4 @@
-"""How the kernels are cut, as functions of numbers, and the bytes that `benchmarks/roofline.py` says they move."""
+"""How the kernels are cut, as functions of numbers, and the bytes that `verify/theory/roofline.py` says they move."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from benchmarks import roofline
 from inertia_fx.kernels.triton import plan
+from inertia_fx.verify.theory import roofline
 
 H200, A100 = roofline.GPUS["H200"], roofline.GPUS["A100"]
 
@@ -195,10 +195,10 @@ def test_bytes_against_a_count_one_by_one() -> None:
 
 def test_bytes_against_the_tensors_that_are_launched() -> None:
     pytest.importorskip("triton")
-    from benchmarks import ahead_of_time
+    from inertia_fx.verify.testing import launches
 
-    case = ahead_of_time.Case(torch.bfloat16, groups=4, width=128, value_width=64)
-    attend, merge = ahead_of_time.launches_of(case, ahead_of_time.GPUS["sm_90"], slots=640, rows=3)
+    case = launches.Case(torch.bfloat16, groups=4, width=128, value_width=64)
+    attend, merge = launches.launches_of(case, launches.GPUS["sm_90"], slots=640, rows=3)
     tensors = {**merge.arguments, **attend.arguments}
     nbytes = {name: t.numel() * t.element_size() for name, t in tensors.items() if isinstance(t, torch.Tensor)}
     found = roofline.traffic(roofline.Shape(3, 8, 4, 640, 128, 64), splits=7)

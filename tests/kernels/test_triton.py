@@ -325,7 +325,7 @@ def test_another_entry_is_left_alone(on_triton: None, monkeypatch: pytest.Monkey
 )  # fmt: skip
 def test_decodes_as_without_kernels(backend: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    model = spellings.PlainDecoder(layers=3)
+    model = spellings.TinyDecoder(layers=3)
     expect = steps(model, prompted(model, 12, 2), 10, **options)
     torch._dynamo.reset()
     monkeypatch.setattr(targets, "target_for", lambda device, inner=None: targets._triton())

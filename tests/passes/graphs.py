@@ -20,11 +20,11 @@ CONFIG = inertia_fx.Config(ratio=0.5, min_budget=2)
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> None:
-    """All decoders here share the code object of `PlainDecoder.step`, and with it Dynamo's recompile limit."""
+    """All decoders here share the code object of `TinyDecoder.step`, and with it Dynamo's recompile limit."""
     torch._dynamo.reset()
 
 
-def prompted(model: spellings.PlainDecoder, length: int = 10, rows: int = 1, config: Any = CONFIG) -> SlotCache:
+def prompted(model: spellings.TinyDecoder, length: int = 10, rows: int = 1, config: Any = CONFIG) -> SlotCache:
     """A cache that holds a prompt of `length` tokens per row."""
     cache = SlotCache(config)
     model.prompt(torch.arange(rows * length).reshape(rows, length) % 50, cache)
@@ -38,7 +38,7 @@ class _Caught(Exception):
 def traced(
     attention: Any = spellings.sdpa_gqa,
     layers: int = 2,
-    decoder: Any = spellings.PlainDecoder,
+    decoder: Any = spellings.TinyDecoder,
     rows: int = 1,
     runs: bool = True,
 ) -> torch.fx.GraphModule:
@@ -91,7 +91,7 @@ def count(gm: torch.fx.GraphModule) -> collections.Counter[Any]:
     return collections.Counter(node.target for node in gm.graph.nodes if node.op in ("call_function", "call_method"))
 
 
-def steps(model: spellings.PlainDecoder, cache: SlotCache, number: int, **options: Any) -> tuple[list[Any], list[Any]]:
+def steps(model: spellings.TinyDecoder, cache: SlotCache, number: int, **options: Any) -> tuple[list[Any], list[Any]]:
     """Greedy steps through `torch.compile(step, backend="inertia_fx")`: tokens and retained positions."""
     step = torch.compile(model.step, backend="inertia_fx", options={"backend": "eager"} | options, fullgraph=True)
     tokens, retained = [torch.full((cache.rows, 1), 3)], []
@@ -112,7 +112,7 @@ class Step:
     def __init__(self, attention: Any, lengths: tuple[int, ...] = (10, 330)) -> None:
         self.calls: list[list[Any]] = []
         torch._dynamo.reset()
-        model = spellings.PlainDecoder(attention, layers=1)
+        model = spellings.TinyDecoder(attention, layers=1)
         step = torch.compile(model.step, backend=self._catch, fullgraph=True)
         for length in lengths:
             cache = prompted(model, length, config=inertia_fx.Config(budget=1000))

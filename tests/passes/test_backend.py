@@ -17,12 +17,12 @@ from tests.passes.graphs import fresh_dynamo, prompted, steps, traced  # noqa: F
 
 @pytest.mark.parametrize("form", spellings.MATCHED)
 def test_every_form_decodes_alike(form: str) -> None:
-    expect = steps(spellings.PlainDecoder(spellings.sdpa_gqa), prompted(spellings.PlainDecoder()), 12)
-    assert steps(spellings.PlainDecoder(spellings.MATCHED[form]), prompted(spellings.PlainDecoder()), 12) == expect
+    expect = steps(spellings.TinyDecoder(spellings.sdpa_gqa), prompted(spellings.TinyDecoder()), 12)
+    assert steps(spellings.TinyDecoder(spellings.MATCHED[form]), prompted(spellings.TinyDecoder()), 12) == expect
 
 
 def test_compiled_equals_eager_and_the_state_moves() -> None:
-    model = spellings.PlainDecoder()
+    model = spellings.TinyDecoder()
     runs = [steps(model, prompted(model, 12, 2), 10, backend=backend) for backend in ("eager", "aot_eager")]
     assert runs[0] == runs[1]
     retained = runs[0][1]
@@ -31,13 +31,13 @@ def test_compiled_equals_eager_and_the_state_moves() -> None:
 
 
 def test_without_passes_the_step_decodes_and_forgets_the_oldest() -> None:
-    model = spellings.PlainDecoder()
+    model = spellings.TinyDecoder()
     _, retained = steps(model, prompted(model), 6, passes=False)
     assert retained == [[list(range(position - 4, position + 1))] for position in range(10, 16)]
 
 
 def test_two_models_share_a_compile_and_no_state() -> None:
-    models = [spellings.PlainDecoder(), spellings.PlainDecoder()]
+    models = [spellings.TinyDecoder(), spellings.TinyDecoder()]
     with torch.no_grad():
         models[1].embed.weight.copy_(models[1].embed.weight.flip(0))
     alone = [steps(model, prompted(model), 8) for model in models]
@@ -64,7 +64,7 @@ def test_a_graph_without_the_marker_passes_through() -> None:
 
 
 def test_two_steps_in_one_graph_are_refused() -> None:
-    model = spellings.PlainDecoder()
+    model = spellings.TinyDecoder()
 
     def two(tokens: Any, cache: SlotCache) -> Any:
         return model.step(model.step(tokens, cache).argmax(-1, keepdim=True), cache)
@@ -75,7 +75,7 @@ def test_two_steps_in_one_graph_are_refused() -> None:
 
 
 def test_record_and_dump(tmp_path: Any) -> None:
-    model = spellings.PlainDecoder()
+    model = spellings.TinyDecoder()
     with debug.record() as seen:
         steps(model, prompted(model), 2)
     assert len(seen) == 1

@@ -50,7 +50,7 @@ def test_every_other_form_is_refused_by_name(form: str) -> None:
 
 
 def test_a_refusal_reaches_the_user_and_changes_nothing() -> None:
-    model = spellings.PlainDecoder(spellings.alibi)
+    model = spellings.TinyDecoder(spellings.alibi)
     cache = prompted(model)
     before = [positions.tolist() for positions in cache.retained_positions()]
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:

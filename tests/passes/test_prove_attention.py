@@ -84,7 +84,7 @@ def test_running_it_sees_writes_that_nobody_looked_for(form: Any, monkeypatch: p
     assert "its output differs" in refusal(found(form, monkeypatch))
 
 
-class OtherwiseInOneLayer(spellings.PlainDecoder):
+class OtherwiseInOneLayer(spellings.TinyDecoder):
     """Layer 2 attends through fp8."""
 
     def blocks(self, tokens: Any, attend: Any, cache: Any) -> Any:

@@ -74,7 +74,7 @@ def test_a_layer_of_another_width_is_left_as_it_is() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"alpha_layer": 1.0}, {"aggregator": "single_step"}, {"scorer": "entropy"}])
 def test_regions_change_nothing(options: dict[str, Any]) -> None:
-    model = spellings.PlainDecoder(layers=4)
+    model = spellings.TinyDecoder(layers=4)
     runs = [
         steps(model, prompted(model, 12, 2), 10, backend=backend, regions=regions, **options)
         for backend, regions in (("eager", False), ("aot_eager", True))
@@ -119,7 +119,7 @@ def test_a_view_of_the_slots_from_outside_keeps_layers_apart() -> None:
 # ---------------------------------------------------------------------- regions that are there already
 
 
-class Marked(spellings.PlainDecoder):
+class Marked(spellings.TinyDecoder):
     """Its attention is a nested compile region of its own."""
 
     def __init__(self, attention: Any = spellings.sdpa_gqa, layers: int = 2) -> None:
@@ -127,7 +127,7 @@ class Marked(spellings.PlainDecoder):
 
 
 def test_marked_regions_are_matched() -> None:
-    expect = steps(spellings.PlainDecoder(layers=3), prompted(spellings.PlainDecoder(layers=3)), 8)
+    expect = steps(spellings.TinyDecoder(layers=3), prompted(spellings.TinyDecoder(layers=3)), 8)
     for backend in ("eager", "aot_eager"):
         model = Marked(layers=3)
         with debug.record() as seen:

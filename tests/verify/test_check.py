@@ -11,7 +11,7 @@ import torch
 
 import inertia_fx
 from inertia_fx import Config, errors, verify
-from inertia_fx.verify.check import compare as parity
+from inertia_fx.verify.check import compare
 from inertia_fx.verify.check.tokens import token_rows
 from inertia_fx.verify.reference import Reference
 from inertia_fx.verify.testing import decoders
@@ -75,9 +75,9 @@ def test_settings_that_do_not_exist_or_contradict() -> None:
         verify.check(compiled(), [1, 2, 3], rate=0.5)
     with pytest.raises(errors.ConfigError, match="both say how many tokens to keep"):
         verify.check(compiled(), [1, 2, 3], ratio=0.5, budget=7)
-    assert parity.changed(Config(ratio=0.5), {"budget": 7}).budget_of(100) == 7
-    assert parity.changed(Config(budget=7), {"ratio": 0.5, "min_budget": 1}).budget_of(100) == 50
-    assert parity.changed(Config(budget=7), {"alpha": 0.5}) == Config(budget=7, alpha=0.5)
+    assert compare.changed(Config(ratio=0.5), {"budget": 7}).budget_of(100) == 7
+    assert compare.changed(Config(budget=7), {"ratio": 0.5, "min_budget": 1}).budget_of(100) == 50
+    assert compare.changed(Config(budget=7), {"alpha": 0.5}) == Config(budget=7, alpha=0.5)
 
 
 def test_a_model_in_training_mode_and_one_that_overflows() -> None:
@@ -192,7 +192,7 @@ def test_a_violation_is_named_with_row_and_step(monkeypatch: pytest.MonkeyPatch)
     report = verify.check(compiled(), [models.prompt(40), models.prompt(23)], steps=4)
     assert not report.ok
     broken = {finding.name: finding.detail for finding in report.findings if finding.passed is False}
-    assert broken["every row keeps its budget"] == "row 0, step 1: 11 tokens kept, 12 are due (1 of 16 places)"
+    assert broken["every row keeps its budget"] == "row 0, step 1: 11 tokens kept, 12 expected (1 of 16 places)"
     assert "storage is the budget and one slot, in bytes" not in broken
     assert broken["retained sets are the reference's"].startswith("row 0, step 1: kept nothing and evicted ")
 

@@ -1,4 +1,4 @@
-"""What `verify.check` measures, and the contract clause by clause over evidence made by hand."""
+"""What `verify.check` measures, and the contract clause by clause over run records made by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from inertia_fx import Config, errors
 from inertia_fx.verify.check import clauses, metrics, score_log
-from inertia_fx.verify.check.record import Evidence, RowEvidence, Step
+from inertia_fx.verify.check.record import RowRecord, RunRecord, StepRecord
 from inertia_fx.verify.theory.bounds import Rule
 
 
@@ -52,25 +52,25 @@ def test_what_rounding_explains() -> None:
     assert metrics.is_tie(reference, {0: 0.5000001, 1: 0.5}, [0, 3], [1, 3], 1e-4)
 
 
-def evidence(*steps: Step, config: Config | None = None, **changes: Any) -> Evidence:
+def run_record(*steps: StepRecord, config: Config | None = None, **changes: Any) -> RunRecord:
     """A row of 3 prompt tokens and a budget of 2; both of its sequences take the same steps."""
-    row = RowEvidence(3, 2, [0] * (len(steps) + 1), [torch.ones(2)] * (len(steps) + 1), [0] * (len(steps) + 1))
+    row = RowRecord(3, 2, [0] * (len(steps) + 1), [torch.ones(2)] * (len(steps) + 1), [0] * (len(steps) + 1))
     row.first_logits, row.steps, row.forced = torch.ones(2), list(steps), list(steps)
     given: dict[str, Any] = {"slots": [3] * len(steps), "nbytes": [12] * len(steps), "slot_bytes": 4} | changes
-    return Evidence(config or Config(budget=2), given.pop("dtype", torch.float32), [row], **given)
+    return RunRecord(config or Config(budget=2), given.pop("dtype", torch.float32), [row], **given)
 
 
-def good_step(**changes: Any) -> Step:
+def good_step(**changes: Any) -> StepRecord:
     given: dict[str, Any] = {
         "retained": [1, 3], "momentum": torch.tensor([0.5, 0.6]), "decided": {0: 0.1, 1: 0.5, 2: 0.2, 3: 0.6},
         "logits": torch.ones(2), "refreshes": True, "reference_logits": torch.ones(2),
         "attended": {0: 0.1, 1: 0.5, 2: 0.2, 3: 0.6}, "chosen": [1, 3], "reference_momentum": {1: 0.5, 3: 0.6},
     }  # fmt: skip
-    return Step(**(given | changes))
+    return StepRecord(**(given | changes))
 
 
-def broken(*steps: Step, **changes: Any) -> dict[str, str]:
-    return {f.name: f.detail for f in clauses.findings(evidence(*steps, **changes)) if f.passed is False}
+def broken(*steps: StepRecord, **changes: Any) -> dict[str, str]:
+    return {f.name: f.detail for f in clauses.findings(run_record(*steps, **changes)) if f.passed is False}
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def broken(*steps: Step, **changes: Any) -> dict[str, str]:
         ({"logits": torch.tensor([math.inf, 1.0])}, "outputs and momentum", "1 of 2 logits are not finite"),
         ({"logits": torch.tensor([1.0, 1.1])}, "outputs are the reference's", "off by 0.1 of the largest logit"),
         ({"logits": torch.tensor([1.0, 2.0])}, "outputs before the first", "off by 1 of the largest logit before"),
-        ({"retained": [1, 2, 3], "momentum": torch.ones(3)}, "every row keeps its budget", "3 tokens kept, 2 are due"),
+        ({"retained": [1, 2, 3], "momentum": torch.ones(3)}, "every row keeps its budget", "3 tokens kept, 2 expected"),
         ({"retained": [1, 4]}, "kept positions", "kept position 4 of a text of 4 tokens"),
     ],
 )  # fmt: skip
@@ -97,14 +97,14 @@ def test_each_clause_names_what_broke_it(changes: dict[str, Any], clause: str, d
 
 def test_a_small_momentum_beside_a_large_one_is_seen() -> None:
     sink = {"attended": {0: 0.1, 1: 3e-4, 2: 0.0, 3: 0.9}}
-    due = good_step(momentum=torch.tensor([3e-4, 0.9]), reference_momentum={1: 3e-4, 3: 0.9}, **sink)
-    assert broken(due) == {}
+    expected = good_step(momentum=torch.tensor([3e-4, 0.9]), reference_momentum={1: 3e-4, 3: 0.9}, **sink)
+    assert broken(expected) == {}
     wrong = good_step(momentum=torch.tensor([2e-4, 0.9]), reference_momentum={1: 3e-4, 3: 0.9}, **sink)
     assert list(broken(wrong)) == ["momentum is the reference's"]
 
 
 def test_clauses_over_several_steps() -> None:
-    def later(**changes: Any) -> Step:
+    def later(**changes: Any) -> StepRecord:
         moved = {"momentum": torch.tensor([0.55, 0.65]), "reference_momentum": {1: 0.55, 3: 0.65}}
         return good_step(**(moved | changes))
 
@@ -134,7 +134,7 @@ def test_clauses_over_several_steps() -> None:
 
 
 def test_sequences_that_part_are_each_held_against_the_reference() -> None:
-    both = evidence(good_step(), good_step())
+    both = run_record(good_step(), good_step())
     (row,) = both.rows
     row.forced = [good_step(), good_step(momentum=torch.tensor([0.5, 0.7]))]
     row.tokens = [0, 1, 1]  # differs from the full cache's at index 1
@@ -166,7 +166,7 @@ def test_exact_ties_and_half_precision() -> None:
     assert sets not in broken(before, told_apart)
     assert sets not in broken(equal)  # a first eviction: the momentum of what left is gone
     # What half precision may have rounded is no violation, and is not passed either.
-    rounded = evidence(good_step(logits=torch.tensor([1.0, 1.5])), dtype=torch.bfloat16)
+    rounded = run_record(good_step(logits=torch.tensor([1.0, 1.5])), dtype=torch.bfloat16)
     found = {finding.name: finding for finding in clauses.findings(rounded)}
     assert found["outputs are the reference's"].passed is None
     assert "rounding in bfloat16 may do this, check the model in float32" in found["outputs are the reference's"].detail

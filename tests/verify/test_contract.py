@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, ClassVar
 
 import pytest
 
 from inertia_fx import errors
-from inertia_fx.verify.testing.contract import DecoderContract
+from inertia_fx.verify import testing
+from inertia_fx.verify.testing import DecoderContract
 from tests.common import models
 
 
@@ -58,3 +60,24 @@ def test_other_prompts_for_other_seeds() -> None:
 
     assert Own().rows() == [[5, 6, 7], [8, 9]]
     assert Own().rows(seed=7) == [[7, 6, 5], [9, 8]]
+
+
+def test_a_graph_compiled_anew_is_seen() -> None:
+    class Forgetful(DecoderContract):
+        model = staticmethod(lambda: models.llama(1))
+        steps = 4
+
+        def run(self, *given: Any, **settings: Any) -> list[Any]:
+            self._made.pop("compiled", None)
+            return super().run(*given, **settings)
+
+    with pytest.raises(AssertionError, match=r"^6 graphs were compiled anew"):
+        Forgetful().test_one_graph_serves_every_length()
+
+
+def test_the_contract_needs_pytest_only_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'Nothing'"):
+        _ = testing.Nothing
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(errors.ConfigError, match=r'DecoderContract needs pytest: pip install "inertia_fx\[verify\]"'):
+        _ = testing.DecoderContract

@@ -1,6 +1,6 @@
 """The invariants of docs/SPEC.md, 1 to 12, as properties of the compiled graph's own nodes under scores of every kind.
 
-The decoder is `verify.scripted`: real passes, real slot cache, real compile, attention as drawn. (9 and 10 are in
+The decoder is `verify.testing.synthetic`: real passes, real slot cache, real compile, attention as drawn. (9 and 10 are in
 test_propositions.py.)
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -21,17 +21,17 @@ from inertia_fx import Config, errors, passes
 from inertia_fx.cache.storage import RetentionState, survivors
 from inertia_fx.kernels.reference import enter, next_free
 from inertia_fx.verify.check.metrics import tie
-from inertia_fx.verify.testing import strategies
-from inertia_fx.verify.testing import synthetic as scripted
+from inertia_fx.verify.testing import strategies, synthetic
 from inertia_fx.verify.testing.strategies import Geometry
-from inertia_fx.verify.testing.synthetic import Beside, ScriptedRun
+from inertia_fx.verify.testing.synthetic import DifferentialRun, SyntheticRun
+from tests.common.examples import examples
 
 STEPS = 10
 POSITIONS = 64
 
 
-def beside(geometry: Geometry) -> Beside:
-    return Beside(geometry.config, geometry.lengths, **shape(geometry))
+def differential_run(geometry: Geometry) -> DifferentialRun:
+    return DifferentialRun(geometry.config, geometry.lengths, **shape(geometry))
 
 
 def shape(geometry: Geometry) -> dict[str, int]:
@@ -40,14 +40,14 @@ def shape(geometry: Geometry) -> dict[str, int]:
     }  # fmt: skip
 
 
-def scripts(geometry: Geometry, kind: str, seed: int, steps: int = STEPS, rows: int | None = None) -> Tensor:
+def scores_of(geometry: Geometry, kind: str, seed: int, steps: int = STEPS, rows: int | None = None) -> Tensor:
     rows = len(geometry.lengths) if rows is None else rows
     return strategies.draw_scores(kind, (steps, geometry.layers, rows, geometry.heads, POSITIONS), seed)
 
 
 def runs(config: Config, lengths: Any, scores: Tensor, **sizes: int) -> list[tuple[list[list[int]], list[Any]]]:
     """Per step: kept positions, and momenta (that of the token just evicted too)."""
-    run = ScriptedRun(config, lengths, positions=POSITIONS, **sizes)
+    run = SyntheticRun(config, lengths, positions=POSITIONS, **sizes)
     seen = []
     for step in scores:
         run.step(step)
@@ -60,20 +60,20 @@ sizes = st.sampled_from(({"layers": 1}, {"layers": 3}, {"layers": 2, "heads": 4,
 lengths = st.lists(st.integers(1, 24), min_size=1, max_size=3)
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     geometry=strategies.geometries(), kind=kinds, seed=strategies.seeds(), later=st.lists(st.integers(2, 6), max_size=1)
 )
 def test_1_2_8_the_slots_are_the_list(geometry: Geometry, kind: str, seed: int, later: list[int]) -> None:
     """The slot form keeps what the growing list keeps, in B + 1 slots; at most one token leaves per step."""
-    pair = beside(geometry)
+    pair = differential_run(geometry)
     run, config = pair.run, geometry.config
     before: list[set[int]] = []
     for turn in range(len(later) + 1):
         if turn:
             pair.prompt(later * len(geometry.lengths))
             before = []
-        for number, step in enumerate(scripts(geometry, kind, seed + turn), 1):
+        for number, step in enumerate(scores_of(geometry, kind, seed + turn), 1):
             pair.step(step)
             now = [set(kept) for kept in run.retained]
             budgets = run.cache.budget
@@ -95,7 +95,7 @@ def test_1_2_8_the_slots_are_the_list(geometry: Geometry, kind: str, seed: int, 
             before = now
 
 
-@settings(max_examples=25)
+@examples(25)
 @given(
     alpha=st.sampled_from((0.3, 0.8)), size=sizes, lengths=lengths, kind=st.sampled_from(("uniform", "heavy_tailed")),
     seed=strategies.seeds(),
@@ -110,17 +110,17 @@ def test_2_unrolled_and_layer_by_layer_agree(alpha: float, size: Any, lengths: l
     for (positions, momenta), (others, other_momenta) in zip(by_layer, unrolled, strict=True):
         for row in range(len(lengths)):
             if positions[row] != others[row]:
-                assert tie(momenta[row], others[row], positions[row]) < scripted.TIE
+                assert tie(momenta[row], others[row], positions[row]) < synthetic.TIE
                 return  # a tie that rounding decides: what follows is two histories
             for position, value in momenta[row].items():
                 assert value == pytest.approx(other_momenta[row][position], rel=1e-5, abs=1e-9)
 
 
-SCALED = {power: functools.cache(scripted._compiled.__wrapped__) for power in (-12, 7)}
+SCALED = {power: functools.cache(synthetic._compiled.__wrapped__) for power in (-12, 7)}
 """Compiled steps whose scores are multiplied by 2^power; kept apart from the others."""
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     power=st.sampled_from(tuple(SCALED)), refresh_every=st.sampled_from((1, 3)), lengths=lengths, kind=kinds,
     seed=strategies.seeds(),
@@ -136,19 +136,19 @@ def test_3_scaling_every_score_changes_no_retained_set(
 
     config = Config(ratio=0.6, min_budget=3, refresh_every=refresh_every)
     scores = strategies.draw_scores(kind, (STEPS, 2, len(lengths), 1, POSITIONS), seed)
-    plain = runs(config, lengths, scores, layers=2)
+    unscaled = runs(config, lengths, scores, layers=2)
     with pytest.MonkeyPatch.context() as patch:
         find, emit, *rest = passes.PASSES
         patch.setattr(passes, "PASSES", (find, emit, scale, *rest))
-        patch.setattr(scripted, "_compiled", SCALED[power])
+        patch.setattr(synthetic, "_compiled", SCALED[power])
         scaled = runs(config, lengths, scores, layers=2)
-    for (positions, momenta), (same, larger) in zip(plain, scaled, strict=True):
+    for (positions, momenta), (same, larger) in zip(unscaled, scaled, strict=True):
         assert same == positions
         for row, momentum in enumerate(momenta):
             assert larger[row] == {position: value * 2.0**power for position, value in momentum.items()}
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(lengths=lengths, kind=kinds, seed=strategies.seeds(), alpha=st.sampled_from((0.0, 0.8)))
 def test_3_entropy_weighting_of_one_layer_changes_none(lengths: list[int], kind: str, seed: int, alpha: float) -> None:
     """K = 1, as long as one refresh is all the momentum knows: Score-Free, or alpha = 0 (SPEC, E10)."""
@@ -160,7 +160,7 @@ def test_3_entropy_weighting_of_one_layer_changes_none(lengths: list[int], kind:
     for (positions, momenta), (others, _) in zip(attention, entropy, strict=True):
         for row in range(len(lengths)):
             if positions[row] != others[row]:
-                assert tie(momenta[row], others[row], positions[row]) < scripted.TIE
+                assert tie(momenta[row], others[row], positions[row]) < synthetic.TIE
                 return
 
 
@@ -173,7 +173,7 @@ def test_3_entropy_weighting_changes_sets_where_steps_are_mixed() -> None:
     assert [kept for kept, _ in attention] != [kept for kept, _ in entropy]
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(lengths=lengths, kind=kinds, seed=strategies.seeds(), size=sizes)
 def test_4_score_free_is_lazy_without_end(lengths: list[int], kind: str, seed: int, size: Any) -> None:
     scores = strategies.draw_scores(kind, (STEPS, size["layers"], len(lengths), size.get("heads", 1), POSITIONS), seed)
@@ -185,7 +185,7 @@ def test_4_score_free_is_lazy_without_end(lengths: list[int], kind: str, seed: i
     assert whole == runs(Config(**kept), lengths, scores, **size)
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     refresh_every=st.one_of(st.none(), st.integers(1, 6)), steps=st.integers(1, 14), length=st.integers(2, 20),
     seed=strategies.seeds(),
@@ -203,7 +203,7 @@ def test_5_the_momentum_moves_on_ceil_of_t_over_r_steps(
     assert moved == (1 if refresh_every is None else math.ceil(steps / refresh_every))
 
 
-@settings(max_examples=15)
+@examples(15)
 @given(
     lengths=lengths, kind=kinds, seed=strategies.seeds(), size=sizes, evict_after=st.integers(1, 4),
     endless=st.booleans(),
@@ -215,12 +215,12 @@ def test_6_outputs_are_the_uncompressed_models_until_the_first_eviction(
     layers, heads = size["layers"], size.get("heads", 1)
     scores = strategies.draw_scores(kind, (STEPS, layers, len(lengths), heads, POSITIONS), seed)
     kept: dict[str, Any] = {"budget": 10**6} if endless else {"ratio": 0.6, "min_budget": 3, "evict_after": evict_after}
-    run = ScriptedRun(Config(**kept), lengths, positions=POSITIONS, **size)
+    run = SyntheticRun(Config(**kept), lengths, positions=POSITIONS, **size)
     for number, step in enumerate(scores, 1):
         outputs = run.step(step)
         for row, length in enumerate(lengths):
             full = torch.softmax(step[:, row].double().log()[..., : length + number], dim=-1)
-            full = full * scripted._norms(torch.arange(length + number))
+            full = full * synthetic._norms(torch.arange(length + number))
             first = max(evict_after, run.cache.budget[row] + 1 - length)
             off = (outputs[:, row, :, : length + number] - full).abs().max()
             assert outputs[:, row, :, length + number :].abs().max() == 0
@@ -230,7 +230,7 @@ def test_6_outputs_are_the_uncompressed_models_until_the_first_eviction(
                 assert off > 1e-6  # every token has a share of at least 1e-4 / 64 e^2
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(state=strategies.momenta())
 def test_7_who_enters_at_the_mean_goes_only_if_all_are_equal(state: RetentionState) -> None:
     taken = torch.arange(state.positions.shape[1]) == state.free[:, None]
@@ -253,7 +253,7 @@ def test_7_who_enters_at_the_mean_goes_only_if_all_are_equal(state: RetentionSta
             assert int(positions[row, free[row]]) == least[1]
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(state=strategies.momenta(), protect=st.sampled_from(((0, 0), (1, 0), (0, 2), (2, 1))), data=st.data())
 def test_7_compaction_keeps_what_evicting_one_by_one_keeps(
     state: RetentionState, protect: Any, data: st.DataObject
@@ -275,11 +275,11 @@ def test_7_compaction_keeps_what_evicting_one_by_one_keeps(
         assert state.positions[row, chosen[row, :number]].tolist() == expected
 
 
-@settings(max_examples=12)
+@examples(12)
 @given(geometry=strategies.geometries(rows=3), kind=kinds, seed=strategies.seeds(), data=st.data())
 def test_11_rows_do_not_see_each_other(geometry: Geometry, kind: str, seed: int, data: st.DataObject) -> None:
     """Permuting, adding and removing rows changes nothing for the others."""
-    scores = scripts(geometry, kind, seed)
+    scores = scores_of(geometry, kind, seed)
     together = runs(geometry.config, geometry.lengths, scores, **_sizes(geometry))
     rows = range(len(geometry.lengths))
     order = data.draw(st.lists(st.sampled_from(rows), min_size=1, max_size=4))
@@ -289,7 +289,7 @@ def test_11_rows_do_not_see_each_other(geometry: Geometry, kind: str, seed: int,
         for place, row in enumerate(order):
             if theirs[place] != positions[row]:
                 # Another batch may sum in another order; only what rounding decides may differ.
-                assert tie(momenta[row], theirs[place], positions[row]) < scripted.TIE
+                assert tie(momenta[row], theirs[place], positions[row]) < synthetic.TIE
                 return
             assert their_momenta[place] == pytest.approx(momenta[row], rel=1e-5)
 
@@ -298,13 +298,13 @@ def _sizes(geometry: Geometry) -> dict[str, int]:
     return {name: size for name, size in shape(geometry).items() if name != "positions"}
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(geometry=strategies.geometries(rows=2), kind=kinds, seed=strategies.seeds())
 def test_12_sequences_do_not_see_each_other(geometry: Geometry, kind: str, seed: int) -> None:
     """Two caches of one compiled step, in turns: each as if it were alone, to the last bit."""
-    first, second = scripts(geometry, kind, seed), scripts(geometry, kind, seed + 1)
+    first, second = scores_of(geometry, kind, seed), scores_of(geometry, kind, seed + 1)
     alone = [runs(geometry.config, geometry.lengths, scores, **_sizes(geometry)) for scores in (first, second)]
-    pair = [ScriptedRun(geometry.config, geometry.lengths, **shape(geometry)) for _ in range(2)]
+    pair = [SyntheticRun(geometry.config, geometry.lengths, **shape(geometry)) for _ in range(2)]
     for number in range(STEPS):
         for run, scores, seen in zip(pair, (first, second), alone, strict=True):
             run.step(scores[number])
@@ -312,9 +312,9 @@ def test_12_sequences_do_not_see_each_other(geometry: Geometry, kind: str, seed:
 
 
 def test_bad_scripts_are_refused_by_name() -> None:
-    run = ScriptedRun(Config(), [5], layers=2, positions=8)
+    run = SyntheticRun(Config(), [5], layers=2, positions=8)
     good = torch.ones(2, 1, 1, 8)
-    with pytest.raises(errors.InputError, match=r"shape \(1, 1, 8\); \(2, 1, 1, 8\) is due"):
+    with pytest.raises(errors.InputError, match=r"shape \(1, 1, 8\); \(2, 1, 1, 8\) is expected"):
         run.step(torch.ones(1, 1, 8))
     with pytest.raises(errors.InputError, match="1 of 16 values of the scores are not finite"):
         run.step(torch.where(torch.arange(8) == 3, torch.tensor([1.0, math.nan])[:, None], 1.0)[:, None, None])

@@ -1,7 +1,7 @@
 """Planted faults: each must make a named check fail that passes without it. A fault that no check sees is a missing check.
 
-The checks are those that users have: clauses of `inertia_fx.verify.check`, tests of `DecoderContract`, the scripted
-decoder beside its lists, and the propositions. Faults are planted by monkeypatching, before the model is compiled.
+The checks are those that users have: clauses of `inertia_fx.verify.check`, tests of `DecoderContract`, the synthetic
+decoder beside its reference, and the propositions. Faults are planted by monkeypatching, before the model is compiled.
 """
 
 from __future__ import annotations
@@ -19,14 +19,12 @@ from hypothesis.stateful import run_state_machine_as_test
 
 import inertia_fx
 from inertia_fx import Config, verify
-from inertia_fx.verify.testing import strategies
-from inertia_fx.verify.testing import synthetic as scripted
-from inertia_fx.verify.testing.contract import DecoderContract
-from inertia_fx.verify.testing.synthetic import Beside
-from tests.cache import test_state_machine
-from tests.common import faults, models
-from tests.verify import test_propositions
-from tests.verify.test_propositions import Process
+from inertia_fx.verify.testing import DecoderContract, strategies, synthetic
+from inertia_fx.verify.testing.synthetic import DifferentialRun
+from tests.common import cache_machine, faults, models, propositions
+from tests.common.propositions import Process
+
+pytestmark = pytest.mark.exhaustive
 
 Patch = pytest.MonkeyPatch
 Check = Callable[[], None]
@@ -36,7 +34,7 @@ Check = Callable[[], None]
 
 @functools.cache
 def original() -> Any:
-    """One layer, which is the quickest to trace; what takes several is the scripted decoder's part."""
+    """One layer, which is the quickest to trace; what takes several is the synthetic decoder's part."""
     return models.llama(1, 4, 2)
 
 
@@ -77,13 +75,15 @@ def contract(test: str, *arguments: Any) -> Check:
 
 
 def lists(kind: str = "heavy_tailed", lengths: tuple[int, ...] = (20, 7), steps: int = 12, **settings: Any) -> Check:
-    """The scripted decoder beside its lists."""
+    """The differential run of the synthetic decoder."""
     layers, heads = settings.pop("layers", 3), settings.pop("heads", 4)
     kept = {} if "budget" in settings else {"ratio": 0.6, "min_budget": 3}
 
     def run() -> None:
         kv_heads = max(1, heads // 2)
-        pair = Beside(Config(**(kept | settings)), lengths, layers=layers, heads=heads, kv_heads=kv_heads, positions=48)
+        pair = DifferentialRun(
+            Config(**(kept | settings)), lengths, layers=layers, heads=heads, kv_heads=kv_heads, positions=48
+        )
         for step in strategies.draw_scores(kind, (steps, layers, len(lengths), heads, 48), seed=1):
             pair.step(step)
 
@@ -97,15 +97,15 @@ def proposition(check: Callable[[Process], None], **process: Any) -> Check:
 
 def machine() -> None:
     """The cache's state machine, a short run of it."""
-    test_state_machine.compiled.cache_clear()
+    cache_machine.compiled.cache_clear()
     short = settings(
         max_examples=12, stateful_step_count=25, deadline=None, derandomize=True, database=None,
         phases=[Phase.generate], suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     try:
-        run_state_machine_as_test(test_state_machine.CacheMachine, settings=short)
+        run_state_machine_as_test(cache_machine.CacheMachine, settings=short)
     finally:
-        test_state_machine.compiled.cache_clear()
+        cache_machine.compiled.cache_clear()
 
 
 CHECKS: dict[str, Check] = {
@@ -146,10 +146,10 @@ CHECKS: dict[str, Check] = {
     "lists: last layer": lists(aggregator="single_step"),
     "lists: vnorm": lists(scorer="vnorm"),
     "lists: entropy": lists(scorer="entropy"),
-    "proposition 1 (a)": proposition(test_propositions.check_expected_gap),
-    "proposition 1 (b)": proposition(test_propositions.check_gap_variance),
-    "proposition 1 (b), layers": proposition(test_propositions.check_gap_variance, layers=3),
-    "proposition 1 (c)": proposition(test_propositions.check_misranking, settings={"alpha": 0.95}, steps=20, gap=0.02),
+    "proposition 1 (a)": proposition(propositions.check_expected_gap),
+    "proposition 1 (b)": proposition(propositions.check_gap_variance),
+    "proposition 1 (b), layers": proposition(propositions.check_gap_variance, layers=3),
+    "proposition 1 (c)": proposition(propositions.check_misranking, settings={"alpha": 0.95}, steps=20, gap=0.02),
 }
 
 
@@ -224,7 +224,7 @@ def test_fault_is_caught(plant: Callable[[Patch], None], monkeypatch: Patch) -> 
     names = FAULTS[plant]
     monkeypatch.setattr(sys.modules[__name__], "planted", True)
     # Compiled steps are cached across tests; a fault must meet none, and leave none.
-    monkeypatch.setattr(scripted, "_compiled", functools.cache(scripted._compiled.__wrapped__))
+    monkeypatch.setattr(synthetic, "_compiled", functools.cache(synthetic._compiled.__wrapped__))
     plant(monkeypatch)
     for name in (names,) if isinstance(names, str) else names:
         with pytest.raises((AssertionError, pytest.fail.Exception)) as caught:

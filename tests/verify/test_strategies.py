@@ -7,23 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from inertia_fx import Config, errors, verify
 from inertia_fx.cache import SlotCache
 from inertia_fx.verify.check.driver import Driver
 from inertia_fx.verify.check.tokens import token_rows
-from inertia_fx.verify.testing import decoders, strategies
-from inertia_fx.verify.testing import synthetic as scripted
-from inertia_fx.verify.testing.decoders import PlainDecoder
-from inertia_fx.verify.testing.synthetic import Beside, Difference, ScriptedDecoder, ScriptedRun
+from inertia_fx.verify.testing import decoders, strategies, synthetic
+from inertia_fx.verify.testing.decoders import TinyDecoder
+from inertia_fx.verify.testing.synthetic import Difference, DifferentialRun, SyntheticDecoder, SyntheticRun
 from tests.common import models
+from tests.common.examples import examples
 
 
-@settings(max_examples=8, suppress_health_check=list(HealthCheck))
+@examples(8, suppress_health_check=list(HealthCheck))
 @given(decoder=strategies.decoders(), length=st.integers(2, 12), seed=strategies.seeds())
-def test_every_form_decodes_as_the_whole_text_at_once(decoder: PlainDecoder, length: int, seed: int) -> None:
+def test_every_form_decodes_as_the_whole_text_at_once(decoder: TinyDecoder, length: int, seed: int) -> None:
     text = torch.randint(0, 50, (2, length + 3), generator=torch.Generator().manual_seed(seed))
     config = Config(budget=10**6)
     cache = SlotCache(config)
@@ -37,7 +37,7 @@ def test_every_form_decodes_as_the_whole_text_at_once(decoder: PlainDecoder, len
     assert cache.retained_positions()[1].tolist() == list(range(length + 3))
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(model=strategies.language_models(), prompt=strategies.prompts(longest=30))
 def test_drawn_models_and_prompts_are_usable(model: Any, prompt: dict[str, torch.Tensor]) -> None:
     rows = token_rows(prompt, 128)
@@ -49,7 +49,7 @@ def test_drawn_models_and_prompts_are_usable(model: Any, prompt: dict[str, torch
     assert model.config._attn_implementation in ("sdpa", "eager")
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(
     fixed=st.sampled_from(
         (
@@ -64,7 +64,7 @@ def test_drawn_settings_keep_the_fixed_ones(fixed: dict[str, Any], data: st.Data
     assert {name: getattr(config, name) for name in fixed} == fixed
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(state=strategies.momenta())
 def test_drawn_states_are_states(state: Any) -> None:
     live = state.positions >= 0
@@ -80,7 +80,7 @@ def test_drawn_states_are_states(state: Any) -> None:
         assert bool(live[row, state.free[row]]) or bool(dead[state.free[row]])
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(kind=st.sampled_from(strategies.KINDS), data=st.data())
 def test_drawn_scores_are_of_their_kind(kind: str, data: Any) -> None:
     drawn = data.draw(strategies.scores(steps=40, layers=2, positions=64, kinds=(kind,)))
@@ -99,33 +99,33 @@ def test_every_form_is_the_same_attention() -> None:
     q = torch.randn(2, 4, 1, 8, generator=generator)
     k, v = (torch.randn(2, 2, 9, 8, generator=generator) for _ in range(2))
     logits = torch.einsum("bngd,bnsd->bngs", q.double().reshape(2, 2, 2, 8), k.double()) / math.sqrt(8)
-    due = torch.einsum("bngs,bnsd->bngd", logits.softmax(-1), v.double()).reshape(2, 4, 1, 8)
+    expected = torch.einsum("bngs,bnsd->bngd", logits.softmax(-1), v.double()).reshape(2, 4, 1, 8)
     everywhere = torch.ones(2, 1, 1, 9, dtype=torch.bool)
     for form in decoders.FORMS.values():
-        torch.testing.assert_close(form(q, k, v, everywhere, {}).double(), due, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(form(q, k, v, everywhere, {}).double(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_decoders_step_without_a_compiler() -> None:
     """The traced code is right by itself: it decodes over the live slots, with a momentum that never moves."""
-    decoder, text = PlainDecoder(), torch.arange(12).reshape(1, 12)
+    decoder, text = TinyDecoder(), torch.arange(12).reshape(1, 12)
     cache = SlotCache(Config(budget=10**6))
     decoder.prompt(text[:, :11], cache)
     with torch.no_grad(), cache.step(1):
         logits = decoder.step(text[:, 11:], cache)
     torch.testing.assert_close(logits, decoder.prompt(text, SlotCache(Config())), rtol=1e-4, atol=1e-4)
     assert cache.momentum[0].tolist() == [0.0] * 12
-    run = ScriptedRun(Config(budget=6), [4], layers=2, positions=8)
+    run = SyntheticRun(Config(budget=6), [4], layers=2, positions=8)
     scores = torch.arange(1, 17).reshape(2, 1, 1, 8).float()
     with torch.no_grad(), run.cache.step(1):
         place = torch.tensor([4])
-        outputs = ScriptedDecoder(2, positions=8).step(scores.log(), place, scripted._norms(place), run.cache)
-    due = scores.where(torch.arange(8) < 5, 0.0) * scripted._norms(torch.arange(8))
-    torch.testing.assert_close(outputs, due / scores[..., :5].sum(-1, keepdim=True))
+        outputs = SyntheticDecoder(2, positions=8).step(scores.log(), place, synthetic._norms(place), run.cache)
+    expected = scores.where(torch.arange(8) < 5, 0.0) * synthetic._norms(torch.arange(8))
+    torch.testing.assert_close(outputs, expected / scores[..., :5].sum(-1, keepdim=True))
 
 
-def test_beside_sees_each_kind_of_difference() -> None:
-    def pair() -> Beside:
-        both = Beside(Config(budget=5, pool_width=3, evict_after=2), [8, 4], positions=24)
+def test_differential_run_sees_each_kind_of_difference() -> None:
+    def pair() -> DifferentialRun:
+        both = DifferentialRun(Config(budget=5, pool_width=3, evict_after=2), [8, 4], positions=24)
         for step in strategies.draw_scores("uniform", (3, 1, 2, 1, 24), seed=0):
             both.step(step)
         both.prompt([3, 2])
@@ -142,13 +142,13 @@ def test_beside_sees_each_kind_of_difference() -> None:
     with pytest.raises(Difference, match="row 0: attention is off by"):
         other.step(scores)
     other = pair()
-    other.lists.rows[1].absolute = 4
+    other.reference.rows[1].absolute = 4
     other.step(scores)
     with pytest.raises(Difference, match="row 1, step 2: kept"):
         other.step(scores)
     other = pair()
-    other.lists.rows[0].positions.pop()
-    other.lists.rows[0].momentum.pop()
+    other.reference.rows[0].positions.pop()
+    other.reference.rows[0].momentum.pop()
     with pytest.raises(Difference, match="row 0: positions"):
         other.prompt([1, 1])
 
@@ -157,14 +157,14 @@ def test_decoders_refuse_what_they_cannot_be() -> None:
     with pytest.raises(errors.ConfigError, match="kind='x' is unknown: choose one of uniform"):
         strategies.draw_scores("x", (1,), 0)
     with pytest.raises(errors.ConfigError, match="3 query heads cannot share 2 KV heads"):
-        ScriptedRun(Config(), [3], heads=3, kv_heads=2)
+        SyntheticRun(Config(), [3], heads=3, kv_heads=2)
     with pytest.raises(errors.InputError, match=r"lengths=\[\]: one number of tokens per row"):
-        ScriptedRun(Config(), [])
+        SyntheticRun(Config(), [])
     with pytest.raises(errors.InputError, match="not a report that"):
         verify.Report.from_json("{}")
     with pytest.raises(errors.NotCompiledError, match="LlamaForCausalLM was given"):
         Driver(models.cached_llama(2, 4, 2))
     with pytest.raises(errors.ConfigError, match="3 query heads cannot share 2 KV heads"):
-        PlainDecoder(heads=3, kv_heads=2)
+        TinyDecoder(heads=3, kv_heads=2)
     with pytest.raises(errors.ConfigError, match="family='bert' is unknown: choose one of llama, qwen2"):
         decoders.language_model("bert")

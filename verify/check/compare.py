@@ -1,4 +1,4 @@
-"""`check`: a compiled model beside the reference and beside its own full cache, step by step, on prompts of yours."""
+"""Compare a compiled model with the reference and with its own full cache, step by step, on given prompts."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ from torch import Tensor
 from ...config import DEFAULT_RATIO, Config
 from ...errors import InputError
 from ...huggingface.model import uncompiled
+from ...optional import require
 from ...settings import refuse_unknown, settings_of, takes
 from ..reference import Observation, Reference
 from .clauses import findings
 from .driver import Driver, decided_momentum, runtime_of
-from .metrics import NEVER, divergence, finite, jaccard, relative_error, require_scipy
-from .record import Evidence, RowEvidence, Step
-from .report import Report, RowReport
+from .metrics import NEVER, divergence, finite, jaccard, relative_error
+from .record import RowRecord, RunRecord, StepRecord
+from .report import Report
+from .report_data import RowReport
 from .score_log import ScoreLog
 from .tokens import token_rows
 
@@ -30,7 +32,7 @@ Progress = Callable[[str], None]
 """Told the name of each stage as it begins."""
 
 
-class _Own:
+class _ModelsOwn:
     """The default of every setting: the compiled model's own."""
 
     def __repr__(self) -> str:
@@ -47,7 +49,7 @@ class _Arguments(Config):
     on_progress: Progress = lambda stage: None
 
 
-@takes(_Arguments, default=_Own())
+@takes(_Arguments, default=_ModelsOwn())
 def check(
     model: Any,
     inputs: Any,
@@ -56,7 +58,7 @@ def check(
     on_progress: Progress = lambda stage: None,
     **settings: Any,
 ) -> Report:
-    """Run a compiled model beside the reference and beside its full cache, and report what they have in common.
+    """Compare a compiled model with the reference and with its full cache, and report where they agree.
 
     Three decoders see every prompt: the full cache (nothing is evicted), the compiled model (once freely, once forced
     to the full cache's tokens, the two in turns on one compiled step), and the literal reference of SPEC.md, which
@@ -89,7 +91,7 @@ def check(
         raise InputError(f"steps={steps!r}: check() needs at least 1 decode step, as a whole number.")
     if model.training:
         raise InputError("The model is in training mode, where dropout makes every run differ: call model.eval().")
-    require_scipy("check()")
+    require("scipy", extra="verify", purpose="check()")
     config = changed(runtime.config, settings)
     text = model.config.get_text_config(decoder=True)
     rows = token_rows(inputs, text.vocab_size)
@@ -99,27 +101,29 @@ def check(
             f"A prompt of {longest - steps} tokens and {steps} steps are more than the model's {room} positions:"
             " shorten one of them."
         )
-    run = _Run(model, rows, steps, config, on_progress)
+    comparison = _Comparison(model, rows, steps, config, on_progress)
     with torch.no_grad():
-        run.with_full_cache()
-        run.compiled_model()
-        run.by_reference()
-    evidence = Evidence(config, model.dtype, run.evidence, run.slots, run.nbytes, run.slot_bytes)
+        comparison.run_full_cache()
+        comparison.run_compiled_model()
+        comparison.run_reference()
+    record = RunRecord(
+        config, model.dtype, comparison.records, comparison.slots, comparison.nbytes, comparison.slot_bytes
+    )
     return Report(
         model=f"{type(model).__name__}, {sum(p.numel() for p in model.parameters()) / 1e6:,.1f} M parameters",
         dtype=str(model.dtype).removeprefix("torch."),
         backend=runtime.compiler.backend if isinstance(runtime.compiler.backend, str) else "custom",
         settings=repr(config),
         steps=steps,
-        findings=findings(evidence),
-        rows=[run.report(row, evidence) for row in range(len(rows))],
-        seconds={stage: round(seconds, 3) for stage, seconds in run.seconds.items()},
+        findings=findings(record),
+        rows=[comparison.report(row, record) for row in range(len(rows))],
+        seconds={stage: round(seconds, 3) for stage, seconds in comparison.seconds.items()},
         versions={name: importlib.metadata.version(name) for name in ("torch", "transformers", "inertia_fx")},
     )
 
 
 def changed(config: Config, settings: Mapping[str, Any]) -> Config:
-    """The config with some settings replaced; `budget` and `ratio` replace each other.
+    """Return the config with some settings replaced; `budget` and `ratio` replace each other.
 
     Raises:
         ConfigError: a setting is out of range or contradicts another.
@@ -132,12 +136,12 @@ def changed(config: Config, settings: Mapping[str, Any]) -> Config:
     return dataclasses.replace(config, **(exclusive | dict(settings)))
 
 
-class _Run:
+class _Comparison:
     """The three decoders over the same prompts. Rows that differ in length are left-padded for the compiled model."""
 
     def __init__(self, model: Any, rows: list[list[int]], steps: int, config: Config, on_progress: Progress) -> None:
         self.model, self.rows, self.steps, self.config, self.on_progress = model, rows, steps, config, on_progress
-        self.evidence: list[RowEvidence] = []
+        self.records: list[RowRecord] = []
         self.logs: list[ScoreLog] = []
         self.seconds: dict[str, float] = {}
 
@@ -151,8 +155,8 @@ class _Run:
     def _of(self, row: int) -> str:
         return f" (row {row + 1} of {len(self.rows)})" if len(self.rows) > 1 else ""
 
-    def with_full_cache(self) -> None:
-        """Greedy decoding with nothing evicted; its attention, step by step."""
+    def run_full_cache(self) -> None:
+        """Decode greedily with nothing evicted, and log its attention step by step."""
         self.references = []
         empty = Reference(uncompiled(self.model), **vars(self.config))
         for index, row in enumerate(self.rows):
@@ -167,17 +171,17 @@ class _Run:
                     logits.append(_checked(full.step(int(logits[-1].argmax()))))
             self.references.append(reference)
             self.logs.append(log)
-            self.evidence.append(
-                RowEvidence(len(row), reference.budget(), [int(step.argmax()) for step in logits], logits)
+            self.records.append(
+                RowRecord(len(row), reference.budget(), [int(step.argmax()) for step in logits], logits)
             )
 
-    def compiled_model(self) -> None:
-        """The compiled model on all rows at once, free and forced, in turns."""
+    def run_compiled_model(self) -> None:
+        """Run the compiled model on all rows at once, free and teacher-forced, in turns."""
         free = Driver(self.model, self.config)
         with self._stage("compiled model: prompt"):
             first = free.prompt(self.rows)
         forced = free.fork()
-        for row, logits in zip(self.evidence, first, strict=True):
+        for row, logits in zip(self.records, first, strict=True):
             row.tokens.append(int(logits.argmax()))
             row.first_logits = logits
         self.slots: list[int] = []
@@ -193,23 +197,23 @@ class _Run:
 
     def _step(self, free: Driver, forced: Driver) -> None:
         number = len(self.slots)
-        free.step([row.tokens[number] for row in self.evidence])
-        for row, logits in zip(self.evidence, free.logits, strict=True):
+        free.step([row.tokens[number] for row in self.records])
+        for row, logits in zip(self.records, free.logits, strict=True):
             row.tokens.append(int(logits.argmax()))
         self.slots.append(free.cache.slots)
         self.nbytes.append(free.cache.nbytes)
-        self._take(free, [row.steps for row in self.evidence])
-        forced.step([row.full_tokens[number] for row in self.evidence])
-        self._take(forced, [row.forced for row in self.evidence])
+        self._take(free, [row.steps for row in self.records])
+        forced.step([row.full_tokens[number] for row in self.records])
+        self._take(forced, [row.forced for row in self.records])
 
-    def _take(self, driver: Driver, sequences: list[list[Step]]) -> None:
+    def _take(self, driver: Driver, sequences: list[list[StepRecord]]) -> None:
         seen = zip(driver.retained, driver.momentum, decided_momentum(driver.cache), driver.logits, strict=True)
         for sequence, of_row in zip(sequences, seen, strict=True):
-            sequence.append(Step(*of_row, refreshes=self.config.refreshes_at(len(sequence) + 1)))
+            sequence.append(StepRecord(*of_row, refreshes=self.config.refreshes_at(len(sequence) + 1)))
 
-    def by_reference(self) -> None:
-        """The reference on each sequence's tokens; in each step it says what it would keep, and follows."""
-        for index, (prompted, row) in enumerate(zip(self.references, self.evidence, strict=True)):
+    def run_reference(self) -> None:
+        """Run the reference on each sequence's tokens; in each step it says what it would keep, and follows."""
+        for index, (prompted, row) in enumerate(zip(self.references, self.records, strict=True)):
             with self._stage(f"reference: twice {_steps(self.steps)}{self._of(index)}"):
                 for tokens, steps in ((row.tokens, row.steps), (row.full_tokens, row.forced)):
                     reference = prompted.fork()
@@ -219,9 +223,9 @@ class _Run:
                         step.reference_logits = reference.step(token, follow=step.retained).float().cpu()
                         _compare(step, seen.pop(), reference)
 
-    def report(self, index: int, evidence: Evidence) -> RowReport:
-        """One row's measures."""
-        row, log = self.evidence[index], self.logs[index]
+    def report(self, index: int, record: RunRecord) -> RowReport:
+        """Return one row's measures."""
+        row, log = self.records[index], self.logs[index]
         stability, why = log.stability()
         disagreement, disagreements = [], 0
         for step, full in zip(row.forced, row.full_logits[1:], strict=True):
@@ -239,7 +243,7 @@ class _Run:
             first_divergence=row.first_divergence,
             first_set_difference=next((t for t, step in enumerate(row.steps, 1) if step.retained != step.chosen), None),
             set_jaccard=[jaccard(step.retained, step.chosen) for step in row.steps],
-            ties=[t for t, step in enumerate(row.steps, 1) if evidence.is_tie(step, t == first)],
+            ties=[t for t, step in enumerate(row.steps, 1) if record.is_tie(step, t == first)],
             momentum_error=max(step.momentum_error for step in row.steps),
             logits_error=max(step.logits_error for step in row.steps),
             disagreement=disagreement,
@@ -259,8 +263,8 @@ class _Run:
         )
 
 
-def _compare(step: Step, seen: Observation, reference: Reference) -> None:
-    """Put the reference's side into a step."""
+def _compare(step: StepRecord, seen: Observation, reference: Reference) -> None:
+    """Write the reference's side into a step's record."""
     step.attended = seen.momentum
     step.chosen = list(reference.chosen)
     step.reference_momentum = reference.row.by_position

@@ -1,4 +1,4 @@
-"""A :class:`Report` on the terminal (rich, an optional package: imported where it is used).
+"""Print a report on the terminal with rich, an optional package, imported where it is used.
 
 A table row is a :class:`_Measure`: up to four rows of the batch are shown side by side, more of them by their median and
 their worst.
@@ -6,14 +6,14 @@ their worst.
 
 from __future__ import annotations
 
-import importlib
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ...errors import ConfigError
-from .report import Report, RowReport, Stability
+from ...optional import require
+from .report_data import ReportData, RowReport, Stability
+from .wording import plural, share
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,13 +23,6 @@ ROWS_SHOWN = 4
 """More rows than these are summarised."""
 STAGES_SHOWN = 12
 """The longest ones."""
-
-
-def require(package: str) -> None:
-    try:
-        importlib.import_module(package)
-    except ImportError as missing:
-        raise ConfigError(f'Showing a report needs {package}: pip install "inertia_fx[verify]"') from missing
 
 
 # ---------------------------------------------------------------------- what is measured
@@ -50,10 +43,6 @@ def _count(value: float) -> str:
 
 def _decimal(value: float) -> str:
     return "never" if math.isinf(value) else f"{value:.3g}"
-
-
-def share(value: float) -> str:
-    return f"{100 * value:.3g} %"
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -77,7 +66,7 @@ def _lost(row: RowReport, *, first: bool) -> float | None:
     return row.evicted_mass[at] if first else _mean(row.evicted_mass[at + 1 :])
 
 
-def _measures(report: Report) -> dict[str, list[_Measure]]:
+def _measures(report: ReportData) -> dict[str, list[_Measure]]:
     steps = report.steps
 
     def never(at: int | None) -> float:
@@ -200,13 +189,13 @@ def _notes(rows: Sequence[RowReport]) -> list[tuple[str, str]]:
 # ---------------------------------------------------------------------- print
 
 
-def print_report(report: Report, console: Console | None = None) -> None:
+def print_report(report: ReportData, console: Console | None = None) -> None:
     """Print the contract, clause by clause, what was measured, and the verdict as the last line.
 
     Raises:
         ConfigError: rich is not installed.
     """
-    require("rich")
+    require("rich", extra="verify", purpose="Showing a report")
     from rich.console import Console, RenderableType
     from rich.padding import Padding
     from rich.text import Text
@@ -292,7 +281,3 @@ def _table(*headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
-
-
-def plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

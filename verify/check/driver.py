@@ -1,4 +1,4 @@
-"""A hand-written decoding loop over a compiled Hugging Face model: prompts, steps, second turns, rows of any lengths."""
+"""Drive a compiled Hugging Face model in a hand-written decoding loop: prompts, steps, second turns, rows of any lengths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...huggingface.model import Runtime
 
 
 def decided_momentum(cache: SlotCache) -> list[dict[int, float]]:
-    """Momentum by position after a decode step, per row: of the live tokens, and of the one just evicted.
+    """Return the momentum by position after a decode step, per row: of the live tokens, and of the one just evicted.
 
     The evicted token stands in its slot until the next step (SPEC E4), except where a first eviction has compacted.
     """
@@ -26,13 +26,13 @@ def decided_momentum(cache: SlotCache) -> list[dict[int, float]]:
 
 
 def by_position(positions: Tensor, momentum: Tensor) -> list[dict[int, float]]:
-    """[B, S] slots as dictionaries, one per row, without the slots that hold no token."""
+    """Turn [B, S] slots into dictionaries, one per row, without the slots that hold no token."""
     rows = zip(positions.tolist(), momentum.tolist(), strict=True)
     return [{at: value for at, value in zip(*row, strict=True) if at >= 0} for row in rows]
 
 
 def runtime_of(model: Any) -> Runtime:
-    """What :func:`inertia_fx.compile` put on a model.
+    """Return what :func:`inertia_fx.compile` put on a model.
 
     Raises:
         NotCompiledError: it is not what `compile` returned.
@@ -47,7 +47,7 @@ def runtime_of(model: Any) -> Runtime:
 
 
 class Driver:
-    """Sequences of one compiled model, decoded in lockstep as a batch of their own.
+    """Decoding loop: sequences of one compiled model, in lockstep as a batch of their own.
 
     Args:
         model: what :func:`inertia_fx.compile` returned.
@@ -68,13 +68,13 @@ class Driver:
         self.logits = torch.empty(0)
 
     def fork(self) -> Driver:
-        """An independent copy: same model, same past."""
+        """Return an independent copy: same model, same past."""
         twin = copy.copy(self)
         twin.cache, twin.seen, twin.masks = copy.deepcopy(self.cache), list(self.seen), [list(m) for m in self.masks]
         return twin
 
     def prompt(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """A first or later prompt; rows of unequal length are left-padded. Returns the last tokens' logits."""
+        """Prefill a first or later prompt; rows of unequal length are left-padded. Returns the last tokens' logits."""
         before = self.seen or [0] * len(rows)
         width = max(map(len, rows))
         own = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
@@ -92,7 +92,7 @@ class Driver:
         return logits
 
     def step(self, tokens: Sequence[int] | None = None) -> Tensor:
-        """One decode step, of the most likely tokens if none are given. Returns its logits.
+        """Run one decode step, of the most likely tokens if none are given. Returns its logits.
 
         Positions are left to the model where no row is padded, as in a user's loop.
         """
@@ -107,7 +107,7 @@ class Driver:
         return logits
 
     def select(self, rows: Sequence[int]) -> None:
-        """Row i becomes what row rows[i] was (beam search)."""
+        """Reorder the rows: row i becomes what row rows[i] was (beam search)."""
         self.cache.reorder_cache(torch.tensor(rows, device=self.model.device))
         self.seen = [self.seen[row] for row in rows]
         self.masks = [list(self.masks[row]) for row in rows]
@@ -115,17 +115,17 @@ class Driver:
 
     @property
     def greedy(self) -> list[int]:
-        """Each row's most likely next token."""
+        """Return each row's most likely next token."""
         return self.logits.argmax(-1).tolist()
 
     @property
     def retained(self) -> list[list[int]]:
-        """Sorted true positions of the live tokens, per row."""
+        """Return the sorted true positions of the live tokens, per row."""
         return [positions.tolist() for positions in self.cache.retained_positions()]
 
     @property
     def momentum(self) -> list[Tensor]:
-        """Their momentum, on the CPU."""
+        """Return the momentum of the live tokens, per row, on the CPU."""
         return [momentum.cpu() for momentum in self.cache.momentum]
 
     @torch.no_grad()

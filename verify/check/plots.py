@@ -1,30 +1,41 @@
-"""A :class:`Report` as four pictures (matplotlib, an optional package: imported where it is used)."""
+"""Plot a report as four pictures with matplotlib, an optional package, imported where it is used."""
 
 from __future__ import annotations
 
-import collections
 import itertools
 import pathlib
 import statistics
-import textwrap
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .console import plural, require, share
-from .report import Report, RowReport
+from ...optional import require
+from .figures import (
+    BOTTOM,
+    GREY,
+    INK,
+    LEFT,
+    hide_frame,
+    label_ends,
+    mean_by_step,
+    new_figure,
+    stacked_panels,
+    tint,
+    whole_numbers,
+    write_instead,
+)
+from .report_data import ReportData, RowReport
+from .wording import plural, share
 
 _GONE, _KEPT = {"prompt": "#f3f4f6", "generated": "#dff3e4"}, {"prompt": "#1f3a5f", "generated": "#15803d"}
-_INK, _LIMIT, _RAW, _GREY = "#1f3a5f", "#d1410c", "#f59e0b", "#6b7280"
-_LEFT, _BOTTOM = 0.075, 0.10
+_LIMIT, _RAW = "#d1410c", "#f59e0b"
 
 
-def plot_report(report: Report, folder: str | pathlib.Path) -> list[pathlib.Path]:
-    """Draw retention.png, churn.png, ranking.png and divergence.png (1100 x 650) into a folder, made if missing.
+def plot_report(report: ReportData, folder: str | pathlib.Path) -> list[pathlib.Path]:
+    """Plot retention.png, churn.png, ranking.png and divergence.png (1100 x 650) into a folder, made if missing.
 
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    require("matplotlib")
+    require("matplotlib", extra="verify", purpose="Showing a report")
     folder = pathlib.Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
@@ -34,100 +45,21 @@ def plot_report(report: Report, folder: str | pathlib.Path) -> list[pathlib.Path
     return paths
 
 
-def _figure(title: str, subtitle: str) -> tuple[Any, float]:
-    """The figure with its heading, and the height at which there is room for axes and their titles."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(11, 6.5), dpi=100)
-    FigureCanvasAgg(figure)
-    height = 0.965
-    styles: tuple[dict[str, Any], ...] = ({"size": 14, "weight": "bold"}, {"size": 10.5, "color": _GREY})
-    for words, columns, line, style in zip((title, subtitle), (86, 128), (0.042, 0.03), styles, strict=True):
-        lines = textwrap.wrap(words[:1].upper() + words[1:], columns, break_on_hyphens=False)
-        figure.text(_LEFT, height, "\n".join(lines), va="top", linespacing=1.25, parse_math=False, **style)
-        height -= line * len(lines) + 0.006
-    return figure, height - 0.055
-
-
-def _panels(report: Report, title: str, subtitle: str, panels: Sequence[str], last_label: str) -> tuple[Any, list[Any]]:
-    """Axes one above the other over the same steps, with room for labels at their right."""
-    figure, top = _figure(title, subtitle)
-    over = f", mean of {len(report.rows)} rows" if len(report.rows) > 1 else ""
-    grid = figure.add_gridspec(len(panels), 1, left=_LEFT, right=0.87, top=top, bottom=_BOTTOM, hspace=0.32)
-    axes = [figure.add_subplot(grid[index]) for index in range(len(panels))]
-    for panel, name in zip(axes, panels, strict=True):
-        panel.set_title(name + over, size=11, loc="left", pad=5)
-        panel.tick_params(axis="x", labelbottom=panel is axes[-1])
-        _bare(panel)
-    axes[-1].set_xlabel(last_label)
-    return figure, axes
-
-
-def _bare(axes: Any) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-
-
-def _whole(axis: Any) -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axis.set_major_locator(MaxNLocator("auto", integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
-
-
-def _say_in(axes: Any, said: str) -> None:
-    """Words where there is nothing to draw."""
-    axes.set_xticks([])
-    axes.set_yticks([])
-    axes.set_xlabel("")
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    words = "\n".join(textwrap.wrap(said, 90))
-    axes.text(0.5, 0.5, words, color=_GREY, size=12, ha="center", va="center", transform=axes.transAxes)
-
-
-def _end_labels(axes: Any, labels: Sequence[tuple[float, str, Any]], size: float = 10) -> None:
-    """(y, words, colour) at the right edge; those that would overlap are moved apart, as little as it takes."""
-    gap = 1.25 * size * axes.figure.dpi / 72 / axes.get_window_extent().height
-    inverse = axes.transData + axes.transAxes.inverted()
-    wanted = sorted(
-        ((float(inverse.transform((1, y))[1]), words, colour) for y, words, colour in labels), key=lambda w: w[0]
-    )
-    blocks: list[list[float]] = []  # runs of labels that touch, without their gaps
-    for index, (place, _, _) in enumerate(wanted):
-        blocks.append([place - index * gap])
-        while len(blocks) > 1 and statistics.fmean(blocks[-2]) > statistics.fmean(blocks[-1]):
-            blocks[-2:] = [blocks[-2] + blocks[-1]]
-    places = [statistics.fmean(block) for block in blocks for _ in block]
-    for index, (place, (_, words, colour)) in enumerate(zip(places, wanted, strict=True)):
-        inside = max(0.0, min(place, 1 - (len(places) - 1) * gap)) + index * gap
-        axes.text(1.012, inside, words, color=colour, size=size, va="center", transform=axes.transAxes)
-
-
-def _by_step(rows: Iterable[Sequence[float]], steps: int) -> dict[int, float]:
-    """Mean over the rows at each step; every list ends at the last step."""
-    seen: dict[int, list[float]] = collections.defaultdict(list)
-    for values in rows:
-        for step, value in enumerate(values, steps - len(values) + 1):
-            seen[step].append(value)
-    return {step: statistics.fmean(seen[step]) for step in sorted(seen)}
-
-
 def _xy(curve: dict[int, float]) -> tuple[list[int], list[float]]:
     return list(curve), list(curve.values())
 
 
-def _which(report: Report, index: int) -> str:
+def _which(report: ReportData, index: int) -> str:
     return f"Row {index} of {len(report.rows)}: " if len(report.rows) > 1 else ""
 
 
-def _retention(report: Report) -> Any:
+def _retention(report: ReportData) -> Any:
     row = report.rows[0]
     prompt, steps = row.prompt_tokens, len(row.retained)
     total, kept = prompt + steps, row.retained[-1]
     generated = sum(position >= prompt for position in kept)
     wide, narrow = 620, 310  # pixels
-    figure, top = _figure(
+    figure, top = new_figure(
         f"{_which(report, 0)}after {plural(steps, 'decode step')} {len(kept):,} of {total:,} tokens are kept: "
         f"{len(kept) - generated:,} of the prompt, {generated:,} generated",
         "A dark mark is a position that is kept"
@@ -136,7 +68,7 @@ def _retention(report: Report) -> Any:
     )
     end = range(max(0, prompt - max(16, steps // 2)), total)
     grid = figure.add_gridspec(
-        1, 2, left=_LEFT, right=0.975, top=top - 0.01, bottom=_BOTTOM, width_ratios=(2, 1), wspace=0.1
+        1, 2, left=LEFT, right=0.975, top=top - 0.01, bottom=BOTTOM, width_ratios=(2, 1), wspace=0.1
     )
     for place, area, columns in ((grid[0], range(total), wide), (grid[1], end, narrow)):
         axes = figure.add_subplot(place)
@@ -169,13 +101,13 @@ def _positions(axes: Any, row: RowReport, area: range, columns: int) -> float:
         line[:] = gone + (kept - gone) * numpy.sqrt(full)  # a single one of a few must still be seen
     edges = (area.start - 0.5, area.stop - 0.5, len(lines) - 0.5, -0.5)
     axes.imshow(image, aspect="auto", interpolation="nearest", extent=edges)
-    _whole(axes.xaxis)
-    _whole(axes.yaxis)
-    _bare(axes)
+    whole_numbers(axes.xaxis)
+    whole_numbers(axes.yaxis)
+    hide_frame(axes)
     return len(area) / columns
 
 
-def _churn(report: Report) -> Any:
+def _churn(report: ReportData) -> Any:
     steps, rows = report.steps, report.rows
     ceiling = max(row.churn_ceiling for row in rows)
     worst = max((value - row.churn_ceiling for row in rows for value in row.churn), default=-ceiling)
@@ -187,58 +119,58 @@ def _churn(report: Report) -> Any:
     else:
         title = f"At most one kept token changes per step: churn {max(changes):.3g}"
     title += f" (ceiling 2/(B+1) = {ceiling:.3g})" if changes else ""
-    top = [_by_step((of(row) for row in rows), steps) for of in (lambda r: r.raw_churn, lambda r: r.smoothed_churn)]
+    top = [mean_by_step((of(row) for row in rows), steps) for of in (lambda r: r.raw_churn, lambda r: r.smoothed_churn)]
     subtitle = "Churn of a set of tokens: 1 - Jaccard with the same set one step before."
     if all(top):
         raw, smoothed = (statistics.fmean(values.values()) for values in top)
         subtitle += (
             f" With the full cache the best B change by {raw:.3g} per step by raw score, {smoothed:.3g} smoothed."
         )
-    figure, (first, second) = _panels(
+    figure, (first, second) = stacked_panels(
         report,
         title,
         subtitle,
         ["tokens kept by the compiled model", "full cache: the prompt's best B tokens by score"],
         "decode step",
     )
-    values = _by_step((row.churn for row in rows), steps)
+    values = mean_by_step((row.churn for row in rows), steps)
     if values:
-        first.vlines(list(values), 0, list(values.values()), color=_INK, linewidth=max(0.8, min(6.0, 400 / steps)))
+        first.vlines(list(values), 0, list(values.values()), color=INK, linewidth=max(0.8, min(6.0, 400 / steps)))
         first.axhline(ceiling, color=_LIMIT, linestyle="--")
         first.set_ylim(0, 1.25 * max(*values.values(), ceiling))
         average = statistics.fmean(changes)
-        _end_labels(first, [(ceiling, "2/(B+1)", _LIMIT), (average, f"mean {average:.3g}", _INK)])
+        label_ends(first, [(ceiling, "2/(B+1)", _LIMIT), (average, f"mean {average:.3g}", INK)])
     labels = []
     for curve, words, colour, width in zip(
-        top, ("raw", "smoothed"), (_RAW, _INK), (4.0 if steps < 200 else 2.0, 1.4), strict=True
+        top, ("raw", "smoothed"), (_RAW, INK), (4.0 if steps < 200 else 2.0, 1.4), strict=True
     ):
         if curve:
             second.plot(*_xy(curve), color=colour, linewidth=width, marker="." if steps < 4 else "")
             labels.append((list(curve.values())[-1], words, colour))
     if labels:
         second.set_ylim(0, max(0.05, 1.1 * max(max(curve.values()) for curve in top if curve)))
-        _end_labels(second, labels)
+        label_ends(second, labels)
     for axes, shown in ((first, values), (second, labels)):
         if shown:
             axes.set_ylabel("churn, fraction")
             axes.set_xlim(0.5, steps + 0.5)
-            _whole(axes.xaxis)
+            whole_numbers(axes.xaxis)
         else:
-            _say_in(axes, "Nothing to compare: it takes a second step after the first eviction.")
+            write_instead(axes, "Nothing to compare: it takes a second step after the first eviction.")
     return figure
 
 
-def _ranking(report: Report) -> Any:
+def _ranking(report: ReportData) -> Any:
     from matplotlib.ticker import LogLocator, NullLocator
 
     index = next((index for index, row in enumerate(report.rows) if row.ranking is not None), 0)
     row = report.rows[index]
     ranking = row.ranking
     if ranking is None or not ranking.positions:
-        figure, top = _figure(f"{_which(report, index)}no tokens to rank around the budget", "")
+        figure, top = new_figure(f"{_which(report, index)}no tokens to rank around the budget", "")
         holds = f"The budget of {row.budget:,} tokens holds the whole prompt of {row.prompt_tokens:,}."
         why = holds if row.budget >= row.prompt_tokens else row.why_no_stability or "There are no ranks in this report."
-        _say_in(figure.add_axes((_LEFT, _BOTTOM, 0.9, top - _BOTTOM)), why)
+        write_instead(figure.add_axes((LEFT, BOTTOM, 0.9, top - BOTTOM)), why)
         return figure
     kept = [[[rank < ranking.budget for rank in step] for step in ranks] for ranks in (ranking.raw, ranking.smoothed)]
     raw, smoothed = (
@@ -250,13 +182,13 @@ def _ranking(report: Report) -> Any:
     if row.stability is not None:
         observed, allowed = share(row.stability.observed), share(row.stability.bound)
         bound = f"Pairs misranked: {observed}, bound {allowed}."
-    figure, top = _figure(
+    figure, top = new_figure(
         f"{_which(report, index)}{tokens} around the budget cross it {raw:,} times by raw score, "
         f"{smoothed:,} by smoothed score",
         "Full cache; rank 1 is the most useful token of the prompt. At the right, positions in the text: blue ones end"
         f" within the budget by smoothed score, orange ones beyond it. {bound}",
     )
-    grid = figure.add_gridspec(1, 2, left=_LEFT, right=0.92, top=top, bottom=_BOTTOM, wspace=0.06)
+    grid = figure.add_gridspec(1, 2, left=LEFT, right=0.92, top=top, bottom=BOTTOM, wspace=0.06)
     lowest, highest = (of(of(step) for step in ranking.raw + ranking.smoothed) + 1 for of in (min, max))
     lowest, highest = min(lowest, ranking.budget), max(highest, ranking.budget + 1)
     for place, name, ranks in ((grid[0], "raw", ranking.raw), (grid[1], "smoothed", ranking.smoothed)):
@@ -269,20 +201,20 @@ def _ranking(report: Report) -> Any:
             axes.yaxis.set_minor_locator(NullLocator())
             axes.set_ylim(highest * 1.15, lowest / 1.15)
         else:
-            _whole(axes.yaxis)
+            whole_numbers(axes.yaxis)
             axes.set_ylim(highest + 1, lowest - 1)
         labels = []
         for token, position in enumerate(ranking.positions):
             line = [step[token] + 1 for step in ranks]
             shade = 0.55 + 0.45 * (token + 1) / len(ranking.positions)
-            colour = _mixed(_INK if kept[1][-1][token] else _LIMIT, shade)
+            colour = tint(INK if kept[1][-1][token] else _LIMIT, shade)
             axes.plot(range(1, len(line) + 1), line, color=colour, linewidth=1.3, marker="." if len(line) < 4 else "")
             labels.append((line[-1], f"{position:,}", colour))
         axes.axhline(ranking.budget + 0.5, color="black", linewidth=1, linestyle="--")
         axes.set_xlabel("decode step")
         axes.set_xlim(0.5, len(ranks) + 0.5)
-        _whole(axes.xaxis)
-        _bare(axes)
+        whole_numbers(axes.xaxis)
+        hide_frame(axes)
         if name == "raw":
             axes.set_ylabel("rank among the prompt's tokens")
             axes.text(
@@ -291,17 +223,11 @@ def _ranking(report: Report) -> Any:
             )  # fmt: skip
         else:
             axes.tick_params(axis="y", which="both", labelleft=False)
-            _end_labels(axes, labels, size=9)
+            label_ends(axes, labels, size=9)
     return figure
 
 
-def _mixed(colour: str, part: float) -> tuple[float, ...]:
-    from matplotlib.colors import to_rgb
-
-    return tuple(part * channel + 1 - part for channel in to_rgb(colour))
-
-
-def _divergence(report: Report) -> Any:
+def _divergence(report: ReportData) -> Any:
     steps, rows = report.steps, report.rows
     survival = report.survival()
     if len(rows) == 1:
@@ -315,10 +241,10 @@ def _divergence(report: Report) -> Any:
     else:
         same = sum(row.first_divergence is None for row in rows)
         free = f"{same} of {len(rows)} rows say what the full cache says, to the end"
-    wrong = _by_step((row.disagreement for row in rows), steps)
-    kl = _by_step((row.kl for row in rows), steps)
+    wrong = mean_by_step((row.disagreement for row in rows), steps)
+    kl = mean_by_step((row.kl for row in rows), steps)
     rate = list(wrong.values())[-1] / steps
-    figure, panels = _panels(
+    figure, panels = stacked_panels(
         report,
         f"{free}; teacher-forced, {share(rate)} of steps choose another token",
         f"Full cache against evicted, {plural(steps, 'decode step')}. Teacher-forced: both are given the full cache's"
@@ -331,11 +257,11 @@ def _divergence(report: Report) -> Any:
         ],
         "decode step (0: the prompt's own next token)",
     )
-    panels[0].fill_between(range(steps + 1), survival, step="mid", color=_mixed(_INK, 0.2), linewidth=0)
-    panels[0].step(range(steps + 1), survival, where="mid", color=_INK)
+    panels[0].fill_between(range(steps + 1), survival, step="mid", color=tint(INK, 0.2), linewidth=0)
+    panels[0].step(range(steps + 1), survival, where="mid", color=INK)
     panels[0].set_ylim(0, 1.08)
     panels[0].set_ylabel("S(t)")
-    _end_labels(panels[0], [(survival[-1], f"{survival[-1]:.2g}", _INK)])
+    label_ends(panels[0], [(survival[-1], f"{survival[-1]:.2g}", INK)])
     for axes, each, mean, least in (
         (panels[1], [row.disagreement for row in rows], wrong, 1.0),
         (panels[2], [row.kl for row in rows], kl, 1e-3),
@@ -343,17 +269,17 @@ def _divergence(report: Report) -> Any:
         style = {"drawstyle": "steps-mid" if axes is panels[1] else "default", "marker": "." if steps < 4 else ""}
         for values in each if len(rows) > 1 else []:
             axes.plot(range(1, len(values) + 1), values, color="#d1d5db", linewidth=1, **style)
-        axes.plot(*_xy(mean), color=_INK, **style)
+        axes.plot(*_xy(mean), color=INK, **style)
         axes.set_ylim(0, 1.1 * max(least, *map(max, each)))
-    _whole(panels[1].yaxis)
+    whole_numbers(panels[1].yaxis)
     panels[1].set_ylabel("steps")
     panels[2].set_ylabel("nats")
     last = list(wrong.values())[-1]
-    _end_labels(panels[1], [(last, f"{last:.3g} of {steps:,}", _INK)])
+    label_ends(panels[1], [(last, f"{last:.3g} of {steps:,}", INK)])
     average = statistics.fmean(kl.values())
-    panels[2].axhline(average, color=_GREY, linewidth=1, linestyle="--")
-    _end_labels(panels[2], [(average, f"mean {average:.3g}", _GREY)])
+    panels[2].axhline(average, color=GREY, linewidth=1, linestyle="--")
+    label_ends(panels[2], [(average, f"mean {average:.3g}", GREY)])
     for axes in panels:
         axes.set_xlim(-0.5, steps + 0.5)
-        _whole(axes.xaxis)
+        whole_numbers(axes.xaxis)
     return figure

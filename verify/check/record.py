@@ -1,4 +1,4 @@
-"""What one run of `check` saw of each sequence, and how far rounding may take it from the reference."""
+"""Record what one run of `check` saw of each sequence, and bound what rounding may do to it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .metrics import is_tie, jaccard, tie
 
 @dataclasses.dataclass(frozen=True)
 class Tolerance:
-    """What rounding alone may do, in a model's dtype.
+    """Tolerances for what rounding alone may do in a model's dtype.
 
     Attributes:
         tie: relative difference of two momenta up to which either may be the smaller one.
@@ -37,17 +37,17 @@ TOLERANCES = {
 
 
 def tolerance_of(dtype: torch.dtype) -> Tolerance:
-    """That of a model's dtype; of bfloat16 for smaller ones."""
+    """Return the tolerance of a model's dtype; bfloat16's for smaller ones."""
     return TOLERANCES.get(dtype, TOLERANCES[torch.bfloat16])
 
 
 @dataclasses.dataclass
-class Step:
-    """One decode step of one sequence: the compiled model's side, then the reference's, from the same history.
+class StepRecord:
+    """Record of one decode step of one sequence: the compiled model's side, then the reference's, from the same history.
 
     Attributes:
         retained, momentum: positions kept, and their momentum.
-        decided: as :func:`verify.driver.decided_momentum`.
+        decided: as :func:`.driver.decided_momentum`.
         refreshes: whether the step reads scores.
         attended: the reference's momentum before anything left, by position.
         chosen: what the reference would keep. reference_momentum: by position, of what is kept.
@@ -68,33 +68,33 @@ class Step:
     @property
     def momentum_error(self) -> float:
         """Largest relative difference from the reference's momenta; 1 if one is not finite, or of a token it does not hold."""
-        due = self.reference_momentum
-        if not bool(torch.isfinite(self.momentum).all()) or not set(self.retained) <= due.keys():
+        expected = self.reference_momentum
+        if not bool(torch.isfinite(self.momentum).all()) or not set(self.retained) <= expected.keys():
             return 1.0
-        floor = max(1e-3 * math.fsum(due.values()) / max(len(due), 1), 1e-30)
+        floor = max(1e-3 * math.fsum(expected.values()) / max(len(expected), 1), 1e-30)
         pairs = zip(self.retained, self.momentum.tolist(), strict=True)
-        return max((abs(m - due[at]) / max(abs(due[at]), floor) for at, m in pairs), default=0.0)
+        return max((abs(m - expected[at]) / max(abs(expected[at]), floor) for at, m in pairs), default=0.0)
 
     @property
     def logits_error(self) -> float:
         """Largest difference from the reference's logits, relative to the largest of them; 1 if one is not finite."""
-        return off(self.logits, self.reference_logits)
+        return logits_difference(self.logits, self.reference_logits)
 
     def tie(self) -> float:
         """How far apart, relatively, the momenta are of the tokens by which the two choices differ; 0 if exactly equal."""
         return tie(self.attended, self.retained, self.chosen)
 
 
-def off(ours: Tensor, due: Tensor) -> float:
-    """Largest difference of two vectors of logits, relative to the largest of `due`; 1 if one of `ours` is not finite."""
+def logits_difference(ours: Tensor, expected: Tensor) -> float:
+    """Return the largest difference of two vectors of logits, relative to the largest expected one; 1 if ours are not finite."""
     if not bool(torch.isfinite(ours).all()):
         return 1.0
-    return float((ours - due).abs().max() / due.abs().max().clamp(min=1e-30))
+    return float((ours - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
 
 
 @dataclasses.dataclass
-class RowEvidence:
-    """One row: the full cache's tokens and logits (the prompt's first), and two sequences of the compiled model.
+class RowRecord:
+    """Record of one row: the full cache's tokens and logits (the prompt's first), and two sequences of the compiled model.
 
     `steps` decodes freely, `forced` is fed the full cache's tokens.
     """
@@ -105,8 +105,8 @@ class RowEvidence:
     full_logits: list[Tensor]
     tokens: list[int] = dataclasses.field(default_factory=list)
     first_logits: Tensor = dataclasses.field(default_factory=lambda: torch.empty(0))
-    steps: list[Step] = dataclasses.field(default_factory=list)
-    forced: list[Step] = dataclasses.field(default_factory=list)
+    steps: list[StepRecord] = dataclasses.field(default_factory=list)
+    forced: list[StepRecord] = dataclasses.field(default_factory=list)
 
     @property
     def first_divergence(self) -> int | None:
@@ -130,12 +130,12 @@ class RowEvidence:
 
 
 @dataclasses.dataclass
-class Evidence:
-    """What one run saw. `slots` and `nbytes` are the cache's after each step, `slot_bytes` of one slot in all layers."""
+class RunRecord:
+    """Record of one run. `slots` and `nbytes` are the cache's after each step, `slot_bytes` of one slot in all layers."""
 
     config: Config
     dtype: torch.dtype
-    rows: list[RowEvidence]
+    rows: list[RowRecord]
     slots: list[int]
     nbytes: list[int]
     slot_bytes: int
@@ -144,7 +144,7 @@ class Evidence:
     def tolerance(self) -> Tolerance:
         return tolerance_of(self.dtype)
 
-    def is_tie(self, step: Step, first: bool) -> bool:
+    def is_tie(self, step: StepRecord, first: bool) -> bool:
         """Whether rounding explains that the step kept other tokens than the reference would have.
 
         At a `first` eviction the momenta of what left are gone with it, so exact ties cannot be told from near ones.

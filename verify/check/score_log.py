@@ -1,4 +1,4 @@
-"""The scores that a model gives its tokens with the full cache, and Proposition 1 beside them."""
+"""Log the scores that a model gives its tokens with the full cache, and hold Proposition 1 against them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..reference import Observation
 from ..retention import RetentionList
 from ..theory.bounds import Rule
 from .metrics import NEVER, best_first, finite, jaccard, spearman, top
-from .report import Ranking, Stability
+from .report_data import Ranking, Stability
 
 SCORERS: tuple[str, ...] = get_args(Scorer)
 
@@ -29,7 +29,7 @@ _FEWEST = 8
 
 
 class ScoreLog:
-    """Scores of one sequence with its full cache, step by step, and the momentum that each scorer would give.
+    """Log of one sequence's scores with its full cache, step by step, and of the momentum that each scorer would give.
 
     Args:
         config: whose rule smooths the scores.
@@ -51,7 +51,7 @@ class ScoreLog:
         self.layers = 0
 
     def add(self, seen: Observation) -> None:
-        """Take in one decode step.
+        """Add one decode step.
 
         Raises:
             InputError: a score is not finite.
@@ -76,16 +76,16 @@ class ScoreLog:
         self.refreshed.append(refresh)
 
     def mean(self, of: dict[str, list[float]]) -> dict[str, float]:
-        """Per pair of scorers, the mean over the steps."""
+        """Return the mean over the steps, per pair of scorers."""
         return {pair: statistics.fmean(values) for pair, values in of.items()}
 
     def churn(self, of: Sequence[Tensor]) -> list[float]:
-        """1 - Jaccard of each step's top B of the prompt with the step before's."""
+        """Return 1 - Jaccard of each step's top B of the prompt with the step before's."""
         sets = [top(scores, self.budget) for scores in of]
         return [1 - jaccard(before, after) for before, after in itertools.pairwise(sets)]
 
     def ranking(self) -> Ranking | None:
-        """Ranks of the tokens around the budget; ``None`` if the budget holds the whole prompt."""
+        """Rank the tokens around the budget; ``None`` if the budget holds the whole prompt."""
         if self.budget >= self.prompt:
             return None
         order = best_first(self.smoothed[-1])
@@ -98,7 +98,7 @@ class ScoreLog:
         return Ranking(positions, self.budget, **shown)
 
     def stability(self) -> tuple[Stability | None, str | None]:
-        """Proposition 1 on these scores, or why it says nothing about them."""
+        """Evaluate Proposition 1 on these scores, or say why it does not apply to them."""
         if self.config.aggregator == "cumulative":
             return None, "a sum of scores (aggregator='cumulative') has no stationary spread, so no bound"
         refreshes = sum(self.refreshed)
@@ -117,7 +117,7 @@ class ScoreLog:
 
 @functools.cache
 def layer_weights(config: Config, layers: int) -> list[float]:
-    """w_1 ... w_K of one step's scores, summing to 1; equal ones for a cumulative sum."""
+    """Return the weights w_1 ... w_K of one step's scores, summing to 1; equal ones for a cumulative sum."""
     if config.aggregator == "cumulative":
         return [1 / layers] * layers
     return Rule.of(config, layers).layer_weights()

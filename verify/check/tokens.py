@@ -1,4 +1,4 @@
-"""What :func:`inertia_fx.verify.check` is given to read, as rows of token ids without padding."""
+"""Read the inputs of :func:`inertia_fx.verify.check` as rows of token ids without padding."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import InputError
 
 
 def token_rows(inputs: Any, vocabulary: int) -> list[list[int]]:
-    """The real tokens of each row.
+    """Return the real tokens of each row.
 
     Args:
         inputs: a list of ints, a list of such lists (of any lengths), a tensor or array [P] or [B, P], or a tokenizer's

@@ -1,6 +1,6 @@
-"""The contract as pytest tests on a model of yours.
+"""Test the contract of docs/SPEC.md on a model of yours, with pytest.
 
-    from inertia_fx.verify.contract import DecoderContract
+    from inertia_fx.verify.testing import DecoderContract
 
     class TestMine(DecoderContract):
         model = MyModel.from_pretrained("...").eval()      # or a staticmethod that makes it
@@ -15,22 +15,18 @@ import copy
 import io
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from ...api import compile
-from ...config import Config
-from ...errors import ConfigError, UndoError
-from ..check.compare import changed, check
+from ... import debug
+from ...errors import UndoError
 from ..check.driver import Driver, decided_momentum
 from ..check.metrics import NEVER, is_tie
-from ..check.record import Tolerance, tolerance_of
-from ..check.report import Report
 from ..reference import Reference
+from .harness import DecoderHarness
 
 SCHEDULES: dict[str, int | None] = {"full": 1, "lazy4": 4, "lazy3": 3, "score_free": None}
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -42,110 +38,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class DecoderContract:
-    """Subclass it, name the class ``Test...``, and set `model`.
+class DecoderContract(DecoderHarness):
+    """Contract of a compiled decoder: subclass it, name the class ``Test...``, and set `model`.
 
-    Attributes:
-        model: the original Hugging Face model in evaluation mode, or a function without arguments that makes it. It is
-            compiled once per class. In half precision, where rounding decides what float32 does not, some tests are skipped.
-        settings: of :class:`inertia_fx.Config`, for every test. The defaults make short prompts evict. A test of a setting
-            that contradicts them is skipped.
-        backend: inner compiler; "inductor" tests the compiled kernels too and takes its compile time per graph (about
-            ten of them).
-        lengths: prompt tokens of the rows of a batch, unequal so that rows are padded.
-        steps: decode steps per test, at least 4.
-        prompts: token ids of the rows instead of random ones; `lengths` is then theirs.
+    The other attributes that a class may set are those of :class:`.harness.DecoderHarness`.
     """
-
-    model: Any = None
-    settings: Mapping[str, Any] = {"ratio": 0.7, "min_budget": 5}
-    backend: str | Callable[..., Any] = "eager"
-    lengths: Sequence[int] = (40, 23)
-    steps: int = 12
-    prompts: Sequence[Sequence[int]] | None = None
-
-    _made: ClassVar[dict[str, Any]]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        if cls.steps < 4:
-            raise ConfigError(f"{cls.__name__}.steps={cls.steps}: the contract needs at least 4 decode steps.")
-        cls._made = {}
-
-    # ------------------------------------------------------------------ what the tests share
-
-    @property
-    def original(self) -> Any:
-        """The model as given."""
-        if "original" not in self._made:
-            given = type(self).model
-            if given is None:
-                raise ConfigError(f"{type(self).__name__}.model is not set: give it a model in evaluation mode.")
-            self._made["original"] = given if isinstance(given, torch.nn.Module) else given()
-        return self._made["original"]
-
-    @property
-    def compiled(self) -> Any:
-        """The model, compiled with the default settings."""
-        if "compiled" not in self._made:
-            self._made["compiled"] = compile(self.original, backend=self.backend)
-        return self._made["compiled"]
-
-    def config(self, **settings: Any) -> Config:
-        """`settings` of the class with some replaced; the test is skipped if they contradict each other."""
-        own = Config(**self.settings)
-        try:
-            return changed(own, settings)
-        except ConfigError as contradiction:
-            pytest.skip(f"the class's settings exclude it: {contradiction}")
-
-    @property
-    def tolerance(self) -> Tolerance:
-        """What rounding alone may do."""
-        return tolerance_of(self.original.dtype)
-
-    def need_float32(self) -> None:
-        """Skip a test whose two sides add up in another order, which half precision shows."""
-        if self.original.dtype.itemsize < 4:
-            pytest.skip(f"{self.original.dtype} rounds the two sides apart: run the contract in float32 too")
-
-    def rows(self, lengths: Sequence[int] | None = None, seed: int = 0) -> list[list[int]]:
-        """Prompts: `prompts` (turned round for another seed), or random tokens of the given (or the class's) lengths."""
-        if lengths is None and self.prompts is not None:
-            return [list(row)[:: -1 if seed else 1] for row in self.prompts]
-        text = self.original.config.get_text_config(decoder=True)
-        generator = torch.Generator().manual_seed(1000 + seed)
-        chosen = self.lengths if lengths is None else lengths
-        room = getattr(text, "max_position_embeddings", None)
-        if room is not None and max(chosen) + self.steps > room:
-            pytest.skip(
-                f"a prompt of {max(chosen)} tokens and {self.steps} steps do not fit the model's {room} positions"
-            )
-        return [torch.randint(1, text.vocab_size, (length,), generator=generator).tolist() for length in chosen]
-
-    def report(self, rows: Sequence[Sequence[int]] | None = None, **settings: Any) -> Report:
-        """`inertia_fx.verify.check` on these rows; the test fails with the clauses that do not hold."""
-        rows = self.rows() if rows is None else rows
-        given = vars(self.config(**settings))
-        report = check(self.compiled, [list(row) for row in rows], steps=self.steps, **given)
-        broken = [f"{finding.name}: {finding.detail}" for finding in report.findings if finding.passed is False]
-        assert not broken, "\n".join(broken)
-        return report
-
-    def run(self, rows: Sequence[Sequence[int]], steps: int | None = None, **settings: Any) -> list[Any]:
-        """Greedy decoding: per step (tokens, kept positions), each per row."""
-        driver = Driver(self.compiled, self.config(**settings))
-        driver.prompt(rows)
-        return self.go_on(driver, self.steps if steps is None else steps)
-
-    def go_on(self, driver: Driver, steps: int) -> list[Any]:
-        """The same from where a driver stands."""
-        seen = []
-        for _ in range(steps):
-            tokens = driver.greedy
-            driver.step()
-            seen.append((tokens, driver.retained))
-        return seen
 
     # ------------------------------------------------------------------ against the reference
 
@@ -212,7 +109,7 @@ class DecoderContract:
                 reference.step(token, follow=kept)
                 momenta = seen[-1].momentum, decided_momentum(driver.cache)[0]
                 near = kept == reference.chosen or is_tie(*momenta, kept, reference.chosen, self.tolerance.tie)
-                assert near, f"turn {turn + 1}, step {step + 1}: kept {kept}, due {reference.chosen}"
+                assert near, f"turn {turn + 1}, step {step + 1}: kept {kept}, expected {reference.chosen}"
             assert driver.cache.budget == [reference.budget()]
             assert driver.cache.get_seq_length() == reference.seen
 
@@ -361,10 +258,10 @@ class DecoderContract:
     def test_one_graph_serves_every_length(self) -> None:
         """No recompiles for other prompt lengths, budgets, ratios or step numbers."""
         self.run(self.rows([31]), 3)
-        before = _graphs()
-        for length, ratio in itertools.product((7, 45, 90), (0.5, 0.9)):
-            self.run(self.rows([length]), 3, ratio=ratio)
-        assert _graphs() == before
+        with debug.record() as compiled:
+            for length, ratio in itertools.product((7, 45, 90), (0.5, 0.9)):
+                self.run(self.rows([length]), 3, ratio=ratio)
+        assert not compiled, f"{len(compiled)} graphs were compiled anew"
 
     def test_momentum_is_finite_and_of_live_tokens(self) -> None:
         """One finite fp32 number per kept token (D8)."""
@@ -376,7 +273,3 @@ class DecoderContract:
                 assert momentum.dtype == torch.float32
                 assert len(kept) == len(momentum)
                 assert all(math.isfinite(value) and value >= 0 for value in momentum.tolist())
-
-
-def _graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -1,6 +1,6 @@
-"""Tiny decoders to try things on: plain torch in every attention form that the passes match, and transformers' own.
+"""Make tiny decoders for tests: pure torch in every attention form that the passes match, and transformers' own.
 
-PlainDecoder      embedding, attention blocks and a head over a SlotCache, no transformers; its attention is one of FORMS
+TinyDecoder       embedding, attention blocks and a head over a SlotCache, no transformers; its attention is one of FORMS
 language_model()  a random Hugging Face decoder of a supported family
 """
 
@@ -24,18 +24,19 @@ Attention = Callable[[Tensor, Tensor, Tensor, Tensor, Mapping[str, Tensor]], Ten
 
 
 def repeat(x: Tensor, like: Tensor) -> Tensor:
-    """[B, N, S, D] -> [B, H, S, D], each KV head once per query head of its group."""
+    """Repeat [B, N, S, D] to [B, H, S, D], each KV head once per query head of its group."""
     rows, heads, slots, width = x.shape
     groups = like.shape[1] // heads
     return x[:, :, None, :, :].expand(rows, heads, groups, slots, width).reshape(rows, heads * groups, slots, width)
 
 
 def minimum(live: Tensor) -> Tensor:
-    """A boolean mask as summands, the way eager attention masks."""
+    """Return a boolean mask as an additive one, the way eager attention masks."""
     return torch.where(live, 0.0, torch.finfo(torch.float32).min)
 
 
 def scale_of(query: Tensor) -> float:
+    """Return 1 / sqrt of the head width."""
     return 1 / math.sqrt(query.shape[-1])
 
 
@@ -95,8 +96,10 @@ def require_groups(heads: int, kv_heads: int) -> None:
         raise ConfigError(f"{heads} query heads cannot share {kv_heads} KV heads: the first must be a multiple.")
 
 
-class PlainDecoder(nn.Module):
-    """Embedding, `layers` attention blocks with residuals, and a head. No positions: attention is by content alone.
+class TinyDecoder(nn.Module):
+    """Decoder in pure torch: embedding, `layers` attention blocks with residuals, and a head.
+
+    It has no positions: attention is by content alone.
 
     Args:
         attention: one of :data:`FORMS`, or one of your own.
@@ -127,7 +130,7 @@ class PlainDecoder(nn.Module):
         self.up = nn.Parameter(torch.eye(width))
 
     def blocks(self, tokens: Tensor, attend: Callable[..., Tensor], cache: SlotCache) -> Tensor:
-        """[B, T] tokens -> [B, T, vocabulary], keys and values cached layer by layer."""
+        """Map [B, T] tokens to [B, T, vocabulary], keys and values cached layer by layer."""
         x = self.embed(tokens) * 2
         for layer, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
             heads = qkv(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
@@ -138,7 +141,7 @@ class PlainDecoder(nn.Module):
 
     @torch.no_grad()
     def prompt(self, tokens: Tensor, cache: SlotCache) -> Tensor:
-        """[B, T] tokens -> [B, vocabulary], the last token's logits."""
+        """Prefill [B, T] tokens. Returns [B, vocabulary], the last token's logits."""
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril(k.shape[2] - q.shape[2])
@@ -148,7 +151,7 @@ class PlainDecoder(nn.Module):
             return self.blocks(tokens, attend, cache)[:, -1]
 
     def step(self, tokens: Tensor, cache: SlotCache) -> Tensor:
-        """One decode step, as a user would hand it to torch.compile: [B, 1] tokens -> [B, vocabulary]."""
+        """Run one decode step, as a user would hand it to torch.compile: [B, 1] tokens -> [B, vocabulary]."""
         entry: Entry = cache.enter()
         live = entry.live[:, None, None, :]
         extra = {
@@ -163,7 +166,7 @@ class PlainDecoder(nn.Module):
 
 
 def compile_step(step: Any, **options: Any) -> Any:
-    """`torch.compile(step, backend="inertia_fx")` on a code object of its own.
+    """Compile a step, as `torch.compile(step, backend="inertia_fx")` does, on a code object of its own.
 
     Dynamo keeps graphs and its recompile limit per code object, so many decoders of one class would share both.
 
@@ -205,7 +208,7 @@ def language_model(
     seed: int = 0,
     **settings: Any,
 ) -> Any:
-    """A random tiny decoder in evaluation mode.
+    """Make a random tiny decoder in evaluation mode.
 
     Args:
         family: one of :data:`FAMILIES`.

@@ -1,6 +1,6 @@
-"""Hypothesis strategies: scores of every kind, retention states, cache geometries, prompts, settings, tiny decoders.
+"""Generate scores of every kind, retention states, cache geometries, prompts, settings and tiny decoders with hypothesis.
 
-    from inertia_fx.verify import strategies
+    from inertia_fx.verify.testing import strategies
 
     @given(strategies.geometries(), strategies.seeds())
     def test_mine(geometry, seed): ...
@@ -24,7 +24,7 @@ from ...cache.storage import CLOSED, DEAD, RetentionState
 from ...config import Config
 from ...errors import ConfigError
 from ...kernels.reference import NO_POSITION
-from .decoders import FAMILIES, FORMS, PlainDecoder, language_model
+from .decoders import FAMILIES, FORMS, TinyDecoder, language_model
 
 KINDS = ("uniform", "heavy_tailed", "near_ties", "exact_ties", "drift")
 """Kinds of scores:
@@ -38,12 +38,12 @@ drift         an AR(1) process over the steps (correlation 0.95), where Proposit
 
 
 def seeds() -> st.SearchStrategy[int]:
-    """For torch.Generator."""
+    """Draw seeds for torch.Generator."""
     return st.integers(0, 2**31 - 1)
 
 
 def draw_scores(kind: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Positive fp32 scores of one of :data:`KINDS`; the first dimension is time.
+    """Return positive fp32 scores of one of :data:`KINDS`; the first dimension is time.
 
     Raises:
         ConfigError: an unknown kind.
@@ -70,13 +70,13 @@ def draw_scores(kind: str, shape: Sequence[int], seed: int) -> Tensor:
 def scores(
     draw: Any, *, steps: int, layers: int = 1, rows: int = 1, heads: int = 1, positions: int = 64, kinds: Any = KINDS
 ) -> Tensor:
-    """[steps, layers, rows, heads, positions] fp32, positive: scripts for `verify.scripted`."""
+    """Draw positive fp32 [steps, layers, rows, heads, positions]: scores for a :class:`.synthetic.SyntheticRun`."""
     return draw_scores(draw(st.sampled_from(kinds)), (steps, layers, rows, heads, positions), draw(seeds()))
 
 
 @st.composite
 def momenta(draw: Any, *, rows: int = 4, slots: int = 40) -> RetentionState:
-    """A state as it is between two decode steps: live tokens in any slot order, dead and closed slots, ties.
+    """Draw a state as it is between two decode steps: live tokens in any slot order, dead and closed slots, ties.
 
     Up to `rows` rows and `slots` slots; at least one token of each row is live, and `free` is a dead slot if there is one.
     """
@@ -110,7 +110,7 @@ def momenta(draw: Any, *, rows: int = 4, slots: int = 40) -> RetentionState:
 
 @st.composite
 def configs(draw: Any, *, longest: int = 40, **fixed: Any) -> Config:
-    """Settings of every kind that fit texts of up to `longest` tokens; `fixed` ones are taken as they are.
+    """Draw settings of every kind that fit texts of up to `longest` tokens; `fixed` ones are taken as they are.
 
     What would contradict a fixed setting is not drawn.
     """
@@ -146,7 +146,7 @@ def configs(draw: Any, *, longest: int = 40, **fixed: Any) -> Config:
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Sizes of a cache: prompt tokens per row, layers, query and KV heads, and the settings."""
+    """Geometry of a cache: prompt tokens per row, layers, query and KV heads, and the settings."""
 
     lengths: tuple[int, ...]
     layers: int
@@ -157,7 +157,7 @@ class Geometry:
 
 @st.composite
 def geometries(draw: Any, *, longest: int = 24, rows: int = 3, **fixed: Any) -> Geometry:
-    """Caches of up to `rows` rows of unequal prompts, multi-head, grouped and multi-query attention."""
+    """Draw caches of up to `rows` rows of unequal prompts, multi-head, grouped and multi-query attention."""
     heads, kv_heads = draw(st.sampled_from(((1, 1), (2, 2), (4, 2), (4, 1), (6, 2))))
     lengths = tuple(draw(st.lists(st.integers(1, longest), min_size=1, max_size=rows)))
     config = draw(configs(longest=longest, **fixed))
@@ -166,7 +166,7 @@ def geometries(draw: Any, *, longest: int = 24, rows: int = 3, **fixed: Any) -> 
 
 @st.composite
 def prompts(draw: Any, *, vocabulary: int = 128, rows: int = 3, longest: int = 24) -> dict[str, Tensor]:
-    """A padded batch, left or right: input_ids and attention_mask [B, P]; ids from 1 on, padded with 0."""
+    """Draw a batch padded left or right: input_ids and attention_mask [B, P]; ids from 1 on, padded with 0."""
     lengths = draw(st.lists(st.integers(1, longest), min_size=1, max_size=rows))
     width = max(lengths) + draw(st.integers(0, 2))
     left = draw(st.booleans())
@@ -180,10 +180,10 @@ def prompts(draw: Any, *, vocabulary: int = 128, rows: int = 3, longest: int = 2
 
 
 @st.composite
-def decoders(draw: Any, *, forms: Sequence[str] = tuple(FORMS)) -> PlainDecoder:
-    """A plain decoder over a SlotCache, its attention in one of the forms that the passes match."""
+def decoders(draw: Any, *, forms: Sequence[str] = tuple(FORMS)) -> TinyDecoder:
+    """Draw a tiny decoder over a SlotCache, its attention in one of the forms that the passes match."""
     heads, kv_heads = draw(st.sampled_from(((1, 1), (2, 2), (4, 2), (4, 1), (6, 2))))
-    return PlainDecoder(
+    return TinyDecoder(
         FORMS[draw(st.sampled_from(forms))],
         layers=draw(st.integers(1, 3)),
         heads=heads,
@@ -195,7 +195,7 @@ def decoders(draw: Any, *, forms: Sequence[str] = tuple(FORMS)) -> PlainDecoder:
 
 @st.composite
 def language_models(draw: Any, *, families: Sequence[str] = tuple(FAMILIES)) -> Any:
-    """A tiny Hugging Face decoder of a supported family, with "sdpa" or "eager" attention."""
+    """Draw a tiny Hugging Face decoder of a supported family, with "sdpa" or "eager" attention."""
     heads, kv_heads = draw(st.sampled_from(((4, 4), (4, 2), (4, 1))))
     return language_model(
         draw(st.sampled_from(families)),

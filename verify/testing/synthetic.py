@@ -1,13 +1,13 @@
-"""A decoder whose attention is what you write down, through the real compile, and the same on plain lists.
+"""Put any scores through the real passes, slot cache and compiler, and compare with retention lists.
 
 With one unit vector per true position as its key (and as its value), scale 1 and the logarithm of a score vector as the
 query, attention over the live tokens *is* that score vector, renormalised over them; and the output says, per position,
 how much was attended to. So any scores whatever can be put through the passes, the slot cache and the compiler:
 
-    ScriptedDecoder   the decoder, to be compiled with backend="inertia_fx"
-    ScriptedRun       drives it with a SlotCache: prompts, steps with given scores
-    ScriptedLists     the same on `RetentionList`s
-    Beside            both in lockstep; raises Difference where they disagree
+    SyntheticDecoder    a decoder with given attention, to be compiled with backend="inertia_fx"
+    SyntheticRun        drives it with a SlotCache: prompts, steps with given scores
+    SyntheticReference  the same on `RetentionList`s
+    DifferentialRun     both in lockstep; raises Difference where they disagree
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Difference(AssertionError):
     """The compiled graph and the list disagree."""
 
 
-class ScriptedDecoder(nn.Module):
-    """`layers` attentions with given probabilities.
+class SyntheticDecoder(nn.Module):
+    """Decoder of `layers` attentions with given probabilities.
 
     Args:
         heads, kv_heads: query heads and KV heads.
@@ -48,11 +48,11 @@ class ScriptedDecoder(nn.Module):
         super().__init__()
         self.layers, self.heads, self.kv_heads, self.positions = layers, heads, kv_heads, positions
 
-    def step(self, script: Tensor, places: Tensor, norms: Tensor, cache: SlotCache) -> Tensor:
-        """One decode step, to be compiled.
+    def step(self, log_scores: Tensor, places: Tensor, norms: Tensor, cache: SlotCache) -> Tensor:
+        """Run one decode step; to be compiled.
 
         Args:
-            script: [K, B, H, D] logarithms of the scores, by true position.
+            log_scores: [K, B, H, D] logarithms of the scores, by true position.
             places: [B] true position of the new token.
             norms: [B] norm of the new token's value (only the scorer "vnorm" reads it).
 
@@ -61,12 +61,12 @@ class ScriptedDecoder(nn.Module):
         """
         entry = cache.enter()
         live = entry.live[:, None, None, :]
-        key = F.one_hot(places, self.positions).to(script.dtype)[:, None, None, :].expand(-1, self.kv_heads, -1, -1)
+        key = F.one_hot(places, self.positions).to(log_scores.dtype)[:, None, None, :].expand(-1, self.kv_heads, -1, -1)
         value = key * norms[:, None, None, None]
         outputs = []
         for layer in range(self.layers):
             keys, values = cache.update(key, value, layer)
-            query = script[layer].unsqueeze(2)
+            query = log_scores[layer].unsqueeze(2)
             outputs.append(
                 F.scaled_dot_product_attention(query, keys, values, attn_mask=live, scale=1.0, enable_gqa=True)
             )
@@ -76,11 +76,11 @@ class ScriptedDecoder(nn.Module):
 
 @functools.cache
 def _compiled(decoder: tuple[int, int, int, int], options: tuple[tuple[str, Any], ...]) -> Any:
-    return compile_step(ScriptedDecoder(*decoder).step, **dict(options))
+    return compile_step(SyntheticDecoder(*decoder).step, **dict(options))
 
 
-class ScriptedRun:
-    """A compiled :class:`ScriptedDecoder` and its cache.
+class SyntheticRun:
+    """Run of a compiled :class:`SyntheticDecoder` over its cache.
 
     Args:
         config: what to keep.
@@ -106,9 +106,9 @@ class ScriptedRun:
         self.prompt(lengths)
 
     def prompt(self, lengths: Sequence[int]) -> None:
-        """A first or later prompt of `lengths` tokens per row, each at least 1."""
+        """Prefill a first or later prompt of `lengths` tokens per row, each at least 1."""
         if len(lengths) != len(self.seen) or not lengths or min(lengths) < 1:
-            raise InputError(f"lengths={list(lengths)}: one number of tokens per row, at least 1, is due.")
+            raise InputError(f"lengths={list(lengths)}: one number of tokens per row, at least 1, is expected.")
         layers, _, kv_heads, positions = self.shape
         width = max(lengths)
         real = torch.tensor([[column >= width - length for column in range(width)] for length in lengths])
@@ -121,7 +121,7 @@ class ScriptedRun:
         self.seen = [before + length for before, length in zip(self.seen, lengths, strict=True)]
 
     def step(self, scores: Tensor) -> Tensor:
-        """One decode step with these scores.
+        """Run one decode step with these scores.
 
         Args:
             scores: [K, B, H, D], positive and finite, by true position; what is not cached is not read.
@@ -130,10 +130,10 @@ class ScriptedRun:
             [K, B, H, D] attention by position.
         """
         layers, heads, _, positions = self.shape
-        due = (layers, len(self.seen), heads, positions)
-        if tuple(scores.shape) != due:
+        shape = (layers, len(self.seen), heads, positions)
+        if tuple(scores.shape) != shape:
             raise InputError(
-                f"The scores have shape {tuple(scores.shape)}; {due} is due: [layers, rows, heads, positions]."
+                f"The scores have shape {tuple(scores.shape)}; {shape} is expected: [layers, rows, heads, positions]."
             )
         finite("the scores", scores)
         if not bool((scores > 0).all()):
@@ -155,17 +155,17 @@ class ScriptedRun:
 
     @property
     def retained(self) -> list[list[int]]:
-        """Sorted true positions, per row."""
+        """Return the sorted true positions of the live tokens, per row."""
         return [positions.tolist() for positions in self.cache.retained_positions()]
 
     @property
     def decided(self) -> list[dict[int, float]]:
-        """Momentum by position that the newest step's choice rests on, per row: of what stays and of what leaves."""
+        """Return the momentum by position that the newest step's choice rests on, per row: of what stays and of what leaves."""
         return by_position(*self._decided)
 
     @property
     def momentum(self) -> list[dict[int, float]]:
-        """Momentum by position, per row."""
+        """Return the momentum by position, per row."""
         pairs = zip(self.cache.retained_positions(), self.cache.momentum, strict=True)
         return [dict(zip(positions.tolist(), momentum.tolist(), strict=True)) for positions, momentum in pairs]
 
@@ -175,8 +175,8 @@ def _norms(places: Tensor) -> Tensor:
     return 1 + 0.5 * torch.sin(places.float() * 2.3)
 
 
-class ScriptedLists:
-    """What :class:`ScriptedRun` must do, row by row on a :class:`RetentionList`, probabilities in fp64."""
+class SyntheticReference:
+    """Reference of a :class:`SyntheticRun`: the same steps, row by row on a :class:`RetentionList`, probabilities in fp64."""
 
     def __init__(self, config: Config, lengths: Sequence[int], *, kv_heads: int = 1) -> None:
         self.rows = [RetentionList(**vars(config)) for _ in lengths]
@@ -184,13 +184,14 @@ class ScriptedLists:
         self.prompt(lengths)
 
     def prompt(self, lengths: Sequence[int]) -> None:
-        """A first or later prompt."""
+        """Append a first or later prompt."""
         for row, length in zip(self.rows, lengths, strict=True):
             row.add_prompt(length)
 
     def step(self, scores: Tensor, follow: Sequence[Sequence[int]] | None = None) -> tuple[Tensor, list[list[int]]]:
-        """As :meth:`ScriptedRun.step`; also the positions that each row chooses to keep. `follow` as in `Reference.step`.
+        """Run one step as :meth:`SyntheticRun.step` does. `follow` as in `Reference.step`.
 
+        Returns its outputs, and the positions that each row chooses to keep.
         Sets `momenta`: per row, the momentum by position that the choice rests on.
         """
         outputs = torch.zeros(scores.shape, dtype=torch.float64)
@@ -212,8 +213,8 @@ class ScriptedLists:
         return outputs, chosen
 
 
-class Beside:
-    """A compiled scripted decoder and its lists, in lockstep.
+class DifferentialRun:
+    """Differential run: a compiled synthetic decoder and its reference, in lockstep.
 
     Every step compares, per row: attention per position, kept positions, momentum. Tokens whose momenta differ by less
     than rounding (but not by nothing: an exact tie is decided, D7) may be chosen either way; the lists then follow.
@@ -223,40 +224,44 @@ class Beside:
     """
 
     def __init__(self, config: Config, lengths: Sequence[int], **shape: Any) -> None:
-        self.run = ScriptedRun(config, lengths, **shape)
-        self.lists = ScriptedLists(config, lengths, kv_heads=shape.get("kv_heads", 1))
+        self.run = SyntheticRun(config, lengths, **shape)
+        self.reference = SyntheticReference(config, lengths, kv_heads=shape.get("kv_heads", 1))
 
     def prompt(self, lengths: Sequence[int]) -> None:
         self.run.prompt(lengths)
-        self.lists.prompt(lengths)
+        self.reference.prompt(lengths)
         self._compare_momentum()
 
     def step(self, scores: Tensor) -> None:
         outputs = self.run.step(scores)
         retained = self.run.retained
-        pooled = [row.pooled for row in self.lists.rows]
-        expected, chosen = self.lists.step(scores, follow=retained)
+        pooled = [row.pooled for row in self.reference.rows]
+        expected, chosen = self.reference.step(scores, follow=retained)
         off = (outputs - expected).abs().amax(dim=(0, 2, 3))
-        for row, (kept, due) in enumerate(zip(retained, chosen, strict=True)):
+        for row, (kept, survivors) in enumerate(zip(retained, chosen, strict=True)):
             if off[row] > 1e-5:
                 raise Difference(f"row {row}: attention is off by {off[row]:.2g}: other tokens are attended to")
-            if kept != due and not self._near_tie(row, kept, due, pooled[row]):
-                raise Difference(f"row {row}, step {self.lists.rows[row].step_number}: kept {kept}, due {due}")
+            if kept != survivors and not self._near_tie(row, kept, survivors, pooled[row]):
+                raise Difference(
+                    f"row {row}, step {self.reference.rows[row].step_number}: kept {kept}, expected {survivors}"
+                )
         self._compare_momentum()
 
-    def _near_tie(self, row: int, kept: list[int], due: list[int], pooled_before: bool) -> bool:
-        due_momenta = self.lists.momenta[row]
+    def _near_tie(self, row: int, kept: list[int], survivors: list[int], pooled_before: bool) -> bool:
+        momenta = self.reference.momenta[row]
         if self.run.config.pool_width > 1 and not pooled_before:
             # Pooled on the host, after `decided`: which of two equal maxima rounding told apart is not known here.
-            return 0 <= tie(due_momenta, kept, due) <= TIE
-        return is_tie(due_momenta, self.run.decided[row], kept, due, TIE)
+            return 0 <= tie(momenta, kept, survivors) <= TIE
+        return is_tie(momenta, self.run.decided[row], kept, survivors, TIE)
 
     def _compare_momentum(self) -> None:
-        for row, (ours, due) in enumerate(zip(self.run.momentum, self.lists.rows, strict=True)):
-            expected = due.by_position
+        for row, (ours, listed) in enumerate(zip(self.run.momentum, self.reference.rows, strict=True)):
+            expected = listed.by_position
             if ours.keys() != expected.keys():
-                raise Difference(f"row {row}: positions {sorted(ours)}, due {sorted(expected)}")
+                raise Difference(f"row {row}: positions {sorted(ours)}, expected {sorted(expected)}")
             largest = max(map(abs, expected.values()), default=0.0)
             for position, value in ours.items():
                 if not abs(value - expected[position]) <= 1e-5 * largest:
-                    raise Difference(f"row {row}: momentum of {position} is {value:.6g}, due {expected[position]:.6g}")
+                    raise Difference(
+                        f"row {row}: momentum of {position} is {value:.6g}, expected {expected[position]:.6g}"
+                    )

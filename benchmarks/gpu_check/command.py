@@ -1,7 +1,7 @@
-"""Everything that wants a GPU, in one run of under four minutes: are the kernels right, how fast are they, does it decode.
+"""Check on a GPU, in under four minutes, whether the kernels are right, how fast they are, and whether it decodes.
 
-    python benchmarks/gpu_check.py [--out gpu_check.json] [--budget-seconds 230] [--only kernels,attention]
-    python benchmarks/gpu_check.py --tiny        # seconds, on a CPU: shows that the script itself works
+    python benchmarks/gpu_check [--out gpu_check.json] [--budget-seconds 230] [--only kernels,attention]
+    python benchmarks/gpu_check --tiny        # seconds, on a CPU: shows that the script itself works
 
 Needs torch, triton, transformers and this checkout, nothing installed from it. Sections run in order of value until the
 budget is spent (compiling is most of it; what was skipped is named, for a second run with `--only`); one that fails is
@@ -28,14 +28,10 @@ from typing import Any
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default up to 3.9, which asks to have it written down
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
-import checkout  # makes this checkout importable, which the next ones need
-import gpu_check_attention
-import gpu_check_bookkeeping
-import gpu_check_decode
-import gpu_check_kernels
-import gpu_check_steps
 import torch
-from gpu_check_report import Row, Setting
+
+from . import attention, bookkeeping, checkout, decode, kernels, steps
+from .report import Row, Setting
 
 
 @dataclasses.dataclass
@@ -62,24 +58,24 @@ class Section:
 
 def sections(setting: Setting) -> list[Section]:
     """In order of value: is it right, is it fast, does it decode, and then what could be better."""
-    decode = gpu_check_decode.Decoding(setting)
+    decoding = decode.Decoding(setting)
     long, short = (160, 96) if setting.tiny else (65536, 16384)
     many = 2 if setting.tiny else 8
     return [
-        Section("kernels", gpu_check_kernels.attention, 15, most=90, proves=True),  # forty kernels to compile
-        Section("bookkeeping", gpu_check_bookkeeping.bookkeeping, 5, most=20, proves=True),
-        Section("steps", gpu_check_steps.compiled_steps, 20, most=60, proves=True),
-        Section("attention", gpu_check_attention.against_copy_and_sdpa, 15),
-        Section("times of bookkeeping", gpu_check_bookkeeping.bookkeeping_times, 5),
-        Section(f"decode {long} x 1", lambda _: decode.compare(long, 1), 60),
-        Section(f"decode {short} x 1", lambda _: decode.compare(short, 1, peer=False), 10),
-        Section(f"reduce-overhead {long} x 1", lambda _: decode.cuda_graphs(long, 1), 40),
-        Section(f"decode {long} x {many}", lambda _: decode.compare(long, many), 50),
-        Section(f"decode {short} x {many}", lambda _: decode.compare(short, many, peer=False), 10),
-        Section("splits", gpu_check_attention.splits, 15),
-        Section("tiles", gpu_check_attention.tiles, 25),
-        Section(f"DynamicCache {long} x 1", lambda _: decode.peer(long, 1), 50),
-        Section("flex", gpu_check_attention.flex, 25),
+        Section("kernels", kernels.attention, 15, most=90, proves=True),  # forty kernels to compile
+        Section("bookkeeping", bookkeeping.bookkeeping, 5, most=20, proves=True),
+        Section("steps", steps.compiled_steps, 20, most=60, proves=True),
+        Section("attention", attention.against_copy_and_sdpa, 15),
+        Section("times of bookkeeping", bookkeeping.bookkeeping_times, 5),
+        Section(f"decode {long} x 1", lambda _: decoding.compare(long, 1), 60),
+        Section(f"decode {short} x 1", lambda _: decoding.compare(short, 1, baseline=False), 10),
+        Section(f"reduce-overhead {long} x 1", lambda _: decoding.cuda_graphs(long, 1), 40),
+        Section(f"decode {long} x {many}", lambda _: decoding.compare(long, many), 50),
+        Section(f"decode {short} x {many}", lambda _: decoding.compare(short, many, baseline=False), 10),
+        Section("splits", attention.splits, 15),
+        Section("tiles", attention.tiles, 25),
+        Section(f"DynamicCache {long} x 1", lambda _: decoding.dynamic_cache(long, 1), 50),
+        Section("flex", attention.flex, 25),
     ]
 
 

@@ -1,4 +1,4 @@
-"""`gpu_check.py`: who enters, who leaves, who stays: the kernels against their definitions, and what they take."""
+"""Check the state kernels (enter, evict, gather) against their definitions, and time them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from gpu_check_report import Row, Setting, launching_directly, poisoned_memory
 from torch import Tensor
 
 from inertia_fx.kernels import reference
+
+from .report import Row, Setting, launching_directly, poisoned_memory
 
 
 def state_of(rows: int, slots: int, device: torch.device) -> list[Tensor]:
@@ -81,9 +82,9 @@ def bookkeeping_times(setting: Setting) -> Iterator[Row]:
 def _launches(setting: Setting) -> tuple[Callable[..., Any], ...]:
     """Enter, evict and gather: the kernels, or their definitions where there is no GPU to run them."""
     if setting.on_gpu:
-        from inertia_fx.kernels.triton import state as evict
+        from inertia_fx.kernels.triton import state
 
-        return evict.enter, evict.evict, evict.gather
+        return state.enter, state.evict, state.gather
     from inertia_fx.cache.storage import _take
 
     return reference.enter, _evict_by_definition, _take

@@ -1,4 +1,4 @@
-"""`gpu_check.py`: every attention kernel against its definition in `kernels/reference.py`, which is fed fp64."""
+"""Check every attention kernel against its definition in `kernels/reference.py`, which is fed fp64."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_check_report import Row, Setting, launching_directly, poisoned_memory
 from torch import Tensor
 
 from inertia_fx.kernels import reference
+
+from .report import Row, Setting, launching_directly, poisoned_memory
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -120,11 +121,11 @@ def kernels(case: Case, given: dict[str, Tensor], setting: Setting) -> tuple[Ten
     """What the kernels say; their definition where there is no GPU to run them."""
     if not setting.on_gpu:
         return definition(case, given)
-    from inertia_fx.kernels.triton import attention as scored_attention
+    from inertia_fx.kernels.triton.attention import scored_attention
 
     old_weight, new_weight = case.blend or (0.0, 1.0)
     with launching_directly():
-        return scored_attention.scored_attention(
+        return scored_attention(
             *(given[name] for name in ("query", "key", "value", "mask", "live")),
             1 / math.sqrt(case.width),
             case.kv_heads,

@@ -1,4 +1,4 @@
-"""What the sections of `gpu_check.py` share: a row of the report, where things run, how they are launched and timed."""
+"""Share a row of the report, the device, launching and timing between the sections."""
 
 from __future__ import annotations
 

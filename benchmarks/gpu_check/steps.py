@@ -1,4 +1,4 @@
-"""`gpu_check.py`: whole decode steps on the device against the same steps on the CPU, token by token."""
+"""Check whole decode steps on the device against the same steps on the CPU, token by token."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from gpu_check_decode import random_llama
-from gpu_check_report import Row, Setting
 
 import inertia_fx
+
+from .decode import random_llama
+from .report import Row, Setting
 
 ROWS, PROMPT, STEPS = 3, 150, 24
 SHAPE = {
@@ -19,12 +20,12 @@ SHAPE = {
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 128,
 }  # fmt: skip
 TOLERANCE = 1e-3
-"""Of logits and momentum, as a part of the largest one. In fp32, so that who is evicted is not a matter of rounding."""
+"""Of logits and momentum, as a part of the largest one. In fp32, so that rounding does not decide which token is evicted."""
 
 
 @dataclasses.dataclass
 class Course:
-    """What each step left: logits, who is retained, and at what momentum."""
+    """Record of a course of steps: logits, retained positions and their momentum."""
 
     logits: list[torch.Tensor] = dataclasses.field(default_factory=list)
     retained: list[list[list[int]]] = dataclasses.field(default_factory=list)
@@ -36,7 +37,7 @@ def compiled_steps(setting: Setting) -> Iterator[Row]:
     torch.manual_seed(0)
     model = random_llama(SHAPE, torch.float32)
     moved = copy.deepcopy(model).to(setting.device)
-    plain = inertia_fx.compile(model, backend="eager")
+    on_cpu = inertia_fx.compile(model, backend="eager")
     backend = "inductor" if setting.on_gpu else "aot_eager"
     compiled = inertia_fx.compile(moved, backend=backend)
     cases = [
@@ -47,7 +48,7 @@ def compiled_steps(setting: Setting) -> Iterator[Row]:
     if setting.on_gpu:
         cases.append(("reduce-overhead", inertia_fx.compile(moved, mode="reduce-overhead"), {}))
     for name, candidate, settings in cases:
-        expect = _course(plain, torch.device("cpu"), **settings)
+        expect = _course(on_cpu, torch.device("cpu"), **settings)
         yield _compared(name, expect, _course(candidate, setting.device, **settings))
 
 
@@ -66,7 +67,7 @@ def _course(model: Any, device: torch.device, **settings: Any) -> Course:
 
 
 def _compared(name: str, expect: Course, got: Course) -> Row:
-    """Up to the first step at which somebody else is retained: from there on nothing can be equal."""
+    """Compare up to the first step that retains another token: from there on nothing can be equal."""
     same = next((step for step in range(STEPS) if expect.retained[step] != got.retained[step]), STEPS)
     logits = max((_error(a, b) for a, b in zip(expect.logits[: same + 1], got.logits, strict=False)), default=0.0)
     momentum = max((_error(a, b) for a, b in zip(expect.momentum[:same], got.momentum, strict=False)), default=0.0)

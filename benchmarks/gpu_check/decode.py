@@ -1,4 +1,4 @@
-"""`gpu_check.py`: whole decode steps of a Llama-3.1-8B-shaped model, bounded cache against full cache."""
+"""Time whole decode steps of a Llama-3.1-8B-shaped model, bounded cache against full cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 import transformers
-from gpu_check_report import Row, Setting
 from torch._dynamo.utils import counters
 
 import inertia_fx
 from inertia_fx.backend import own_code
+
+from .report import Row, Setting
 
 LLAMA = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -72,7 +73,7 @@ class Decoding:
             self._compiled[rows] = inertia_fx.compile(self.model, ratio=0.9, backend=self.backend)
         return self._compiled[rows]
 
-    def compare(self, tokens: int, rows: int, peer: bool = True) -> Iterator[Row]:
+    def compare(self, tokens: int, rows: int, baseline: bool = True) -> Iterator[Row]:
         """Full refresh, Lazy4 and Score-Free at this prompt length, and the full cache under torch.compile."""
         full = self.bounded(self.compiled(rows), tokens, rows, refresh_every=1)
         yield Row("full refresh", full.figures(), **self._speed_goal(full, tokens, rows))
@@ -83,7 +84,7 @@ class Decoding:
         yield Row("scoring, of a full-refresh step", {"share": share}, **goal)
         lazy = self.bounded(self.compiled(rows), tokens, rows, refresh_every=4)
         yield Row("Lazy4", lazy.figures())
-        if peer:
+        if baseline:
             whole = self.full_cache(tokens, rows)
             figures = whole.figures() | {"speed-up of full refresh": whole.seconds / full.seconds}
             yield Row("full cache, compiled (StaticCache)", figures)
@@ -102,10 +103,10 @@ class Decoding:
             return {}
         return self.setting.goal("at least 200 tokens/s", timing.tokens_per_second >= 200)
 
-    # ------------------------------------------------------------------ contenders
+    # ------------------------------------------------------------------ candidate and baselines
 
     def bounded(self, model: Any, tokens: int, rows: int, **settings: Any) -> Timing:
-        """Ours: the cache filled with random keys and values in place of a prompt's."""
+        """Time the candidate: our step, the cache filled with random keys and values in place of a prompt's."""
         cache = inertia_fx.InertiaCache(inertia_fx.Config(ratio=0.9, **settings))
         with cache.prompt(rows, tokens):
             for layer in range(self.model.config.num_hidden_layers):
@@ -117,13 +118,13 @@ class Decoding:
         assert kept == budget, f"{kept} tokens kept, not {budget}"
         return timing
 
-    def peer(self, tokens: int, rows: int) -> Iterator[Row]:
-        """The full cache in transformers' DynamicCache: no mask, so SDPA's fastest kernels, but every step copies the cache."""
+    def dynamic_cache(self, tokens: int, rows: int) -> Iterator[Row]:
+        """Time the full cache in transformers' DynamicCache: no mask, so SDPA's fastest kernels, but steps copy it."""
         timing = self.full_cache(tokens, rows, static=False)
         yield Row("full cache, compiled (DynamicCache)", timing.figures())
 
     def full_cache(self, tokens: int, rows: int, static: bool = True) -> Timing:
-        """The peer: the model's own step under torch.compile, every token kept."""
+        """Time the baseline: the model's own step under torch.compile, every token kept."""
         if static:
             room = self._first + self._steps
             cache = transformers.StaticCache(config=self.model.config, max_cache_len=tokens + room)

@@ -1,4 +1,4 @@
-"""Importing this makes `inertia_fx` importable from the checkout that it is in, installed or not."""
+"""Make `inertia_fx` importable from this checkout, installed or not: importing this module does it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import time
 BEGAN = time.monotonic()
 """Before torch is imported, which takes seconds: scripts import this first."""
 
-ROOT = pathlib.Path(__file__).resolve().parents[1]
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def make_importable() -> None:
-    """Does what `pip install -e .` would. `pyproject.toml` maps inertia_fx.passes to passes/, and so on.
+    """Do what `pip install -e .` would. `pyproject.toml` maps inertia_fx.passes to passes/, and so on.
 
     Looking for submodules in the checkout's root as well as in inertia_fx/ comes to the same.
     """

@@ -1,4 +1,4 @@
-"""`gpu_check.py`: one layer's attention against the time that reading its keys and values takes, and against SDPA."""
+"""Time one layer's attention against reading its keys and values, and against SDPA."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_check_report import Row, Setting, launching_directly
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from inertia_fx.kernels import reference
 from inertia_fx.kernels.triton import plan
+
+from .report import Row, Setting, launching_directly
 
 KV_HEADS, GROUPS, WIDTH = 8, 4, 128
 """Of Llama-3.1-8B."""
@@ -77,12 +78,10 @@ def ours(setting: Setting, given: Buffers, scorer: str | None = "attention", **c
     """The layer's attention, with its momentum update if scored."""
     if not setting.on_gpu:
         return reference.scored_attention(*given.arguments, scorer or "attention")
-    from inertia_fx.kernels.triton import attention as scored_attention
+    from inertia_fx.kernels.triton.attention import scored_attention
 
     blend = {"old": given.old, "old_weight": 0.8, "new_weight": 0.2} if scorer else {}
-    return scored_attention.scored_attention(
-        *given.arguments, scorer, processors=setting.processors, **blend, **choices
-    )
+    return scored_attention(*given.arguments, scorer, processors=setting.processors, **blend, **choices)
 
 
 def sdpa(given: Buffers) -> Any:
