@@ -66,14 +66,14 @@ def main() -> None:
     for result in record.results:
         print(f"{result.name}: {len(result.matched)} matched, {len(result.skipped)} skipped")
         for line in (*result.matched[:1], *result.skipped[:1]):
-            print(indented(line))
+            print(indented(str(line)))
     found = next(result for result in record.results if result.name == "find_attention")
     assert len(found.matched) == 3, "every layer's attention was found"
 
     with tempfile.TemporaryDirectory() as folder:
         record.dump(folder)
-        for file in sorted(pathlib.Path(folder).iterdir()):
-            print(f"{file.name}: {len(file.read_text().splitlines())} lines")
+        for file in sorted(path for path in pathlib.Path(folder).rglob("*") if path.is_file()):
+            print(f"{file.relative_to(folder)}: {len(file.read_text().splitlines())} lines")
     marker = "torch.ops.inertia_fx.retain"  # what `cache.leave` left in the traced graph
     assert marker in record.before
     assert marker not in record.after, "the eviction took its place"
