@@ -99,19 +99,20 @@ def explain(
                 found = explanation.explain(loaded)
             except UnsupportedModelError as refusal:
                 refused = refusal
+        console = Console()
         lines = [f"{type(loaded).__name__}, attention {loaded.config._attn_implementation}", ""]
         if refused is not None:
             lines += explanation.refusal(refused)
         if found is not None:
-            lines += [explanation.report(result) for result in found.results]
+            lines += [explanation.report(result, console.width) for result in found.results]
             if dump is not None:
-                lines += ["", f"The whole report and both graphs: {found.dump(dump)}"]
+                lines += ["", f"The whole report and the graph around every pass: {found.dump(dump)}"]
             if graph:
-                for title, part in explanation.excerpts(found):
+                for title, part in explanation.excerpts(found, console.width):
                     lines += ["", f"# {title}", *part]
                 size = found.after.count("\n")
                 lines += ["", f"# These are excerpts of a graph of {size:,} lines; --dump FOLDER writes all of it."]
-        Console().print(Text("\n".join(lines)), soft_wrap=True)
+        console.print(Text("\n".join(lines)), soft_wrap=True)
         if refused is not None:
             raise typer.Exit(1)
 

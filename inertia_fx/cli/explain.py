@@ -1,20 +1,26 @@
-"""Explain what the passes did to a model's decode step, as text."""
+"""Explain what the passes did to a model's decode step, as text: their records, and the nodes that tell the story."""
 
 from __future__ import annotations
 
 import re
+import textwrap
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from .. import api, debug
 from ..errors import UnsupportedAttentionError, UnsupportedModelError
 from ..huggingface.cache import InertiaCache
-from ..passes import PassResult
+from ..passes import Marker, PassResult, find_marker
+from ..passes.aliasing import Memory
+from ..passes.contract import LAYER
 
 LONGEST_LIST = 6
 """A pass matches once per layer; more lines than this are cut to their beginning and end."""
 LONGEST_EXCERPT = 60
+"""Nodes of an excerpt; more are cut off and counted."""
 
 
 def explain(model: Any) -> debug.Explanation:
@@ -33,15 +39,27 @@ def explain(model: Any) -> debug.Explanation:
     return collected[0]
 
 
-def report(result: PassResult) -> str:
-    """Write a pass's report; of a long list of matches the first three and the last."""
-    matched = list(result.matched)
-    if len(matched) > LONGEST_LIST:
-        matched[3:-1] = [f"... {len(matched) - 4} more like these ..."]
-    lines = [f"{result.name}: {len(result.matched)} matched, {len(result.skipped)} skipped"]
-    lines += [f"  + {line}" for line in matched]
-    lines += [f"  - {line}" for line in result.skipped]
+def report(result: PassResult, width: int = 80) -> str:
+    """Write a pass's records and how long it took; of a long list of matches, or of skips, the first three and the last."""
+    milliseconds = result.seconds * 1e3
+    took = f"{milliseconds:.0f}" if milliseconds >= 10 else f"{milliseconds:.1f}"
+    lines = [f"{result.name}: {len(result.matched)} matched, {len(result.skipped)} skipped, {took} ms"]
+    for sign, records in (("+", result.matched), ("-", result.skipped)):
+        for record in _shortened(records):
+            lines += _wrapped(f"  {sign} {record}", width)
     return "\n".join(lines)
+
+
+def _shortened(records: Sequence[debug.MatchRecord]) -> list[str]:
+    lines = [str(record) for record in records]
+    if len(lines) > LONGEST_LIST:
+        lines[3:-1] = [f"... {len(lines) - 4} more like these ..."]
+    return lines
+
+
+def _wrapped(line: str, width: int, indent: str = "      ") -> list[str]:
+    """Break a line at its spaces; names that are longer than a line stay whole."""
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def refusal(error: UnsupportedModelError) -> list[str]:
@@ -54,65 +72,97 @@ def refusal(error: UnsupportedModelError) -> list[str]:
     return [*lines, *str(error).splitlines()[1:]]
 
 
-# ---------------------------------------------------------------------- excerpts of the graphs' text
+# ---------------------------------------------------------------------- excerpts of the graphs
 
 
-def excerpts(explanation: debug.Explanation) -> list[tuple[str, list[str]]]:
-    """Cut out of the graphs what tells the story: the first layer's attention, the step's end.
+def excerpts(explanation: debug.Explanation, width: int = 80) -> list[tuple[str, list[str]]]:
+    """Print the nodes that tell the story: the first layer's attention and the step's end, before and after.
 
     Returns:
-        (title, lines) of each part.
+        (title, lines of code) of each part; none of a graph in which the step is inside a region of the user's.
     """
-    before, after = _statements(explanation.before), _statements(explanation.after)
-    marker = next(line for line in before if ".inertia_fx.retain" in line)
-    keys = re.search(r"\[(\w+)", marker)
-    site = re.search(r" at '(\w+)'", explanation.results[0].matched[0])
-    assert keys is not None
-    assert site is not None
-    write = f"{keys[1]}["  # the first layer's keys take the new token: its attention begins here
-    names = [_assigned(line) for line in before]
-    output = names.index(site[1])
-    # The first statement behind the attention is in both graphs under the same name.
-    behind = names[output + 1]
-    result = [
-        ("before: the first layer's attention", _between(before, write, behind)),
-        ("after: the first layer's attention, with its scores and momentum", _between(after, write, behind)),
+    before, after = explanation.before_graph, explanation.after_graph
+    if before is None or after is None or (marker := find_marker(before)) is None:
+        return []
+    parts = {
+        "before: the first layer's attention": traced_attention(explanation, marker),
+        "after: the first layer's attention, with its scores and momentum": nodes_of_layer(after, 0),
+        "before: the end of the step": [marker.node],
+        "after: the end of the step": write_back(after, marker),
+    }
+    return [(title, code(nodes, width)) for title, nodes in parts.items() if nodes]
+
+
+def traced_attention(explanation: debug.Explanation, marker: Marker) -> list[fx.Node]:
+    """Collect the first layer's attention as traced: from the write into its key slots to its output."""
+    nodes = list(marker.node.graph.nodes)
+    name = next(record.node for record in explanation.result("find_attention").matched if record.layer == 0)
+    output = next((place for place, node in enumerate(nodes) if node.name == name), None)
+    if output is None:
+        return []
+    writers = set(Memory(marker.node.graph).writers(marker.keys[0]))
+    begin = next((place for place, node in enumerate(nodes) if node in writers), output)
+    return nodes[begin : output + 1]
+
+
+def nodes_of_layer(graph: fx.Graph, layer: int) -> list[fx.Node]:
+    """Collect the nodes that passes made for one cache layer."""
+    return [node for node in graph.nodes if node.meta.get(LAYER) == layer]
+
+
+def write_back(graph: fx.Graph, marker: Marker) -> list[fx.Node]:
+    """Collect what took the marker's place: writes into the retention state, and what passes made to compute them."""
+    traced = {node.name for node in marker.node.graph.nodes}
+    memory, state = Memory(graph), {node.name for node in marker.state}
+    todo = [
+        node for holder in graph.find_nodes(op="placeholder") if holder.name in state for node in memory.writers(holder)
     ]
-    last = names[before.index(marker) - 1]
-    return [
-        *result,
-        ("before: the end of the step", [marker]),
-        ("after: the end of the step", [line for line in _following(after, last) if not line.startswith("return")]),
+    chosen: set[fx.Node] = set()
+    while todo:
+        node = todo.pop()
+        if node not in chosen and node.name not in traced and LAYER not in node.meta:
+            chosen.add(node)
+            todo.extend(node.all_input_nodes)
+    return [node for node in graph.nodes if node in chosen]
+
+
+# ---------------------------------------------------------------------- code
+
+
+def code(nodes: Sequence[fx.Node], width: int = 80) -> list[str]:
+    """Generate the Python code of some nodes of a graph, with the shapes that are known."""
+    shown = nodes[:LONGEST_EXCERPT]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in _flowing_in(shown):
+        copies[node] = graph.placeholder(node.name)
+    for node in shown:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].args = tuple(map(_by_its_ends, copies[node].args))
+        copies[node].stack_trace = None  # or the user's lines are printed in between
+    source = [
+        line.strip() for line in graph.python_code("self", verbose=True).src.splitlines() if line.startswith("    ")
     ]
+    statements = [line for line in source if line and not line.startswith("#")]
+    lines = [part for line in statements for part in _statement(line, width)]
+    return lines if len(shown) == len(nodes) else [*lines, f"... {len(nodes) - len(shown)} more ..."]
 
 
-def _statements(graph: str) -> list[str]:
-    """List the graph's statements, without comments, names of inputs and the `; x = None` behind a last use."""
-    lines = [line.strip() for line in graph.splitlines()]
-    lines = [line.split(";  ")[0] for line in lines if line and not line.startswith(("#", "class ", "def "))]
-    return [_as_written(line) for line in lines if not re.fullmatch(r"(\w+) = (?i:\1)", line)]
+def _flowing_in(nodes: Sequence[fx.Node]) -> Iterable[fx.Node]:
+    inside = set(nodes)
+    return dict.fromkeys(other for node in nodes for other in node.all_input_nodes if other not in inside)
 
 
-def _as_written(line: str) -> str:
-    """Write indexing as one would by hand, and a long list of nodes by its ends."""
-    line = line.replace("slice(None, None, None)", ":").replace("Ellipsis", "...")
-    line = re.sub(r"\[\(([^()]*)\)\]", r"[\1]", line)
-    return re.sub(r"\[(l_\w+), (?:\w+, ){2,}(\w+)\]", r"[\1, ..., \2]", line)
+def _by_its_ends(value: Any) -> Any:
+    """Shorten a list that has an entry per layer."""
+    return [value[0], ..., value[-1]] if isinstance(value, (list, tuple)) and len(value) > LONGEST_LIST else value
 
 
-def _assigned(line: str) -> str:
-    """Find the name that a statement defines."""
-    return re.split(r"[:\s\[]", line, maxsplit=1)[0]
-
-
-def _following(lines: list[str], name: str) -> list[str]:
-    return lines[1 + next(index for index, line in enumerate(lines) if _assigned(line) == name) :]
-
-
-def _between(lines: list[str], start: str, behind: str) -> list[str]:
-    first = next(index for index, line in enumerate(lines) if line.startswith(start))
-    chosen = lines[first:]
-    stop = next((index for index, line in enumerate(chosen) if _assigned(line) == behind), len(chosen))
-    if stop > LONGEST_EXCERPT:
-        return [*chosen[:LONGEST_EXCERPT], f"... {stop - LONGEST_EXCERPT} more lines ..."]
-    return chosen[:stop]
+def _statement(line: str, width: int) -> list[str]:
+    """Write a statement as one would by hand: indexing, without ``x = None`` behind a last use, broken at `width`."""
+    line = line.partition(";  ")[0].replace("slice(None, None, None)", ":").replace("Ellipsis", "...")
+    line = re.sub(r"(?<=\w)\[\(([^()]*)\)\]", r"[\1]", line)  # x[(:, None)] -> x[:, None]
+    target, sign, call = line.partition('" = ')
+    if sign:  # a shape stays whole
+        line = target.replace(" ", "\xa0") + sign + call
+    return [part.replace("\xa0", " ") for part in _wrapped(line, width, "    ")]
