@@ -16,6 +16,7 @@ from ..huggingface.cache import InertiaCache
 from ..passes import Marker, PassResult, find_marker
 from ..passes.aliasing import Memory
 from ..passes.contract import LAYER
+from ..passes.metadata import fill_metadata
 
 LONGEST_LIST = 6
 """A pass matches once per layer; more lines than this are cut to their beginning and end."""
@@ -84,6 +85,7 @@ def excerpts(explanation: debug.Explanation, width: int = 80) -> list[tuple[str,
     before, after = explanation.before_graph, explanation.after_graph
     if before is None or after is None or (marker := find_marker(before)) is None:
         return []
+    fill_metadata(after)
     parts = {
         "before: the first layer's attention": traced_attention(explanation, marker),
         "after: the first layer's attention, with its scores and momentum": nodes_of_layer(after, 0),

@@ -14,6 +14,7 @@ from inertia_fx import debug
 from inertia_fx.cli import explain
 from inertia_fx.errors import PositionBiasError, UnsupportedAttentionError
 from inertia_fx.passes import PASSES, MatchRecord, PassResult, find_marker, name_of, run_passes
+from tests.common import spellings
 from tests.common.commands import invoke, save_tiny
 from tests.common.models import tiny
 from tests.passes.graphs import options_of, traced
@@ -102,7 +103,7 @@ def test_reports_fit_the_terminal() -> None:
 
 
 def test_the_excerpts_are_nodes_of_the_graphs() -> None:
-    gm = traced(layers=9)
+    gm = traced(spellings.MATCHED["sdpa_no_mask"], layers=9)
     with debug.record() as seen:
         run_passes(gm, [None] * len(gm.graph.find_nodes(op="placeholder")), options=options_of())  # type: ignore[list-item]
     titles = dict(explain.excerpts(seen[0]))
@@ -114,6 +115,9 @@ def test_the_excerpts_are_nodes_of_the_graphs() -> None:
     ]
     marker = " ".join(titles["before: the end of the step"])
     assert "[l_cache_layers_0_keys, ..., l_cache_layers_8_keys]" in marker
+    end = "\n".join(titles["after: the end of the step"])
+    assert "[:, None, None, :]" not in end, "the mask, which a pass made too, is none of it"
+    assert "l_cache_state_free.copy_(argmin)" in end
     before, after = seen[0].before_graph, seen[0].after_graph
     assert before is not None
     assert after is not None

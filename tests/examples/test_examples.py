@@ -16,6 +16,7 @@ PRINTS = {
     "hugging_face.py": "turn 2: 339 tokens seen, 75 kept, ",
     "own_decoder.py": "a quarter of 120 tokens: 30 kept after 40 steps, of 160 seen",
     "inside_torch_compile.py": "traced:    77 operators, 3 x scaled_dot_product_attention",
+    "pass_pipeline.py": "refused: disable_passes names 'evict', which the step needs to be right",
     "debugging.py": "refused: UnsupportedAttentionError, layer 0, graph node ",
 }
 """The beginning of a line of each script's output."""
