@@ -165,6 +165,6 @@ def _statement(line: str, width: int) -> list[str]:
     line = line.partition(";  ")[0].replace("slice(None, None, None)", ":").replace("Ellipsis", "...")
     line = re.sub(r"(?<=\w)\[\(([^()]*)\)\]", r"[\1]", line)  # x[(:, None)] -> x[:, None]
     target, sign, call = line.partition('" = ')
-    if sign:  # a shape stays whole
-        line = target.replace(" ", "\xa0") + sign + call
+    if sign:  # a shape stays whole, and so does the name of an argument with its value
+        line = target.replace(" ", "\xa0") + sign + call.replace(" = ", "\xa0=\xa0")
     return [part.replace("\xa0", " ") for part in _wrapped(line, width, "    ")]
