@@ -33,7 +33,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 MEASURED = (
     "api",
     "bounds",
-    "cache",
+    "ledger",
+    "slot_cache",
+    "storage",
     "clauses",
     "cli",
     "contract",

@@ -10,7 +10,6 @@ import inspect
 import pathlib
 import statistics
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 
 from .. import api
 from ..backend import check_inner
+from ..cache.storage import nbytes
 from ..config import Config
 from ..errors import ConfigError
 from ..huggingface.model import InertiaCache
@@ -189,7 +189,7 @@ def _decode(
         right=NUMBER in answer,
         tokens=tokens[:-1],
         cached=len(kept[-1]) if ours else cache.get_seq_length(),
-        nbytes=_nbytes(_buffers(cache)),
+        nbytes=nbytes(_buffers(cache)),
         ms=steady * 1e3,
         compile_seconds=max(0.0, sum(seconds[:WARM_UP]) - WARM_UP * steady),
         kept=kept,
@@ -207,12 +207,6 @@ def _until_end(tokens: list[int], tokenizer: Any) -> list[int]:
 
 def _buffers(cache: Any) -> list[Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """What is allocated: storages, each once, not the views into them."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())
 
 
 # ---------------------------------------------------------------------- the picture
