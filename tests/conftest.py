@@ -33,7 +33,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 MEASURED = (
     "api",
     "bounds",
+    "course_of_events",
+    "eviction",
     "ledger",
+    "rows",
     "slot_cache",
     "storage",
     "clauses",
