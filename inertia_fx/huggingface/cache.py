@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..cache import SlotCache, SlotLayer
-from ..cache.ledger import Phase
+from ..cache import Phase, SlotCache, SlotLayer
 from ..config import Config
 from ..errors import CacheError, ConfigError, UndoError
 

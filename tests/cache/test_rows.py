@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from inertia_fx import Config, InertiaCache, errors
-from inertia_fx.cache import SlotCache
-from inertia_fx.cache.ledger import Phase
+from inertia_fx.cache import Phase, SlotCache
 from tests.cache.driven import SLOT_BYTES, Driven
 
 

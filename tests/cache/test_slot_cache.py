@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from inertia_fx import Config, errors
-from inertia_fx.cache import SlotCache, eviction, storage
-from inertia_fx.cache.ledger import Phase
+from inertia_fx.cache import Phase, SlotCache, eviction, storage
 from tests.cache.driven import HEADS, LAYERS, SLOT_BYTES, WIDTH, Driven, columns
 
 
