@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib
 import math
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +14,10 @@ import torch
 from torch import Tensor
 
 from inertia_fx import Config, config, passes
+from inertia_fx.cache import eviction
 from inertia_fx.cache import slot_cache as cache
 from inertia_fx.cache import storage as slots
+from inertia_fx.cache.ledger import Ledger, Phase
 from inertia_fx.huggingface import model as huggingface
 from inertia_fx.huggingface.cache import InertiaCache
 from inertia_fx.kernels import reference
@@ -79,12 +80,12 @@ def mean_with_the_evicted_token(patch: Patch) -> None:
 
 
 def tokens_of_a_later_prompt_at_zero(patch: Patch) -> None:
-    patch.setattr(cache, "mean_momentum", lambda momentum, live: torch.zeros(len(momentum), 1))
+    patch.setattr(slots, "mean_momentum", lambda momentum, live: torch.zeros(len(momentum), 1))
 
 
 def choosing(patch: Patch, choose: Callable[..., Tensor]) -> None:
     """Patch the choice of the next free slot, in the graph and on the host."""
-    for module in (evict_pass, slots):
+    for module in (evict_pass, eviction):
         patch.setattr(module, "next_free", choose)
 
 
@@ -108,7 +109,7 @@ def compaction_by_topk(patch: Patch) -> None:
         order = torch.where(stays, state.positions.gather(1, kept), 10**6).argsort(dim=1)
         return kept.gather(1, order)
 
-    patch.setattr(slots, "survivors", survivors)
+    patch.setattr(eviction, "survivors", survivors)
 
 
 def eviction_before_attention(patch: Patch) -> None:
@@ -116,7 +117,7 @@ def eviction_before_attention(patch: Patch) -> None:
 
     def enter(self: Any) -> Any:
         entry = real(self)
-        victim = reference.next_free(entry.momentum, entry.positions, self._state.length, 0, 0)
+        victim = reference.next_free(entry.momentum, entry.positions, self.state.length, 0, 0)
         gone = torch.arange(entry.positions.shape[1]) == victim.unsqueeze(1)
         positions = torch.where(gone, -1, entry.positions)
         return slots.Entry(positions >= 0, torch.where(gone, -math.inf, entry.momentum), positions)
@@ -294,7 +295,7 @@ def momentum_of_the_model(patch: Patch, use: Callable[[Tensor, Tensor], Any]) ->
     @contextlib.contextmanager
     def step(self: Any, rows: int) -> Any:
         with real(self, rows):
-            momentum = self._state.momentum
+            momentum = self.state.momentum
             if momentum.shape in held:
                 use(momentum, held[momentum.shape])
             yield
@@ -309,8 +310,8 @@ def two_leave_at_once(patch: Patch) -> None:
 
     def alive(self: Any) -> Tensor:
         held = real(self)
-        oldest = torch.where(held, self._state.positions, 10**6).argmin(1, keepdim=True)
-        hidden = self._seen % 2 == 0 and self._phase == "slots"
+        oldest = torch.where(held, self.state.positions, 10**6).argmin(1, keepdim=True)
+        hidden = self.seen % 2 == 0 and self.phase is Phase.DECODE
         return held.scatter(1, oldest, False) if hidden else held
 
     patch.setattr(cache.SlotCache, "_alive", alive)
@@ -342,22 +343,16 @@ def values_not_written(patch: Patch) -> None:
 
 
 def second_turn_goes_on_counting(patch: Patch) -> None:
-    real = cache.SlotCache._join
-
-    def join(self: Any, *given: Any) -> None:
-        steps = self._steps
-        real(self, *given)
-        self._steps = steps
-
-    patch.setattr(cache.SlotCache, "_join", join)
+    real = Ledger.add_prompt
+    patch.setattr(Ledger, "add_prompt", lambda self, *given: dataclasses.replace(real(self, *given), steps=self.steps))
 
 
 def nothing_compacted(patch: Patch) -> None:
     """Evicted tokens are gone, their storage is not: the buffers stay as long as the prompt."""
     real = slots.gather
 
-    def gather(layers: Any, state: Any, index: Tensor, counts: Any, limits: Any, capacity: int) -> None:
-        real(layers, state, index, counts, limits, capacity + 30)
+    def gather(layers: Any, state: Any, index: Tensor, counts: Any, limits: Any, capacity: int) -> Any:
+        return real(layers, state, index, counts, limits, capacity + 30)
 
     patch.setattr(slots, "gather", gather)
 
@@ -378,52 +373,48 @@ def views_keep_the_prompt_alive(patch: Patch) -> None:
 def reordering_forgets_momentum(patch: Patch) -> None:
     real = slots.select_rows
 
-    def select(layers: Any, state: Any, index: Tensor) -> None:
+    def select(layers: Any, state: Any, index: Tensor) -> Any:
         momentum = state.momentum.clone()
-        real(layers, state, index)
-        if state.momentum.shape == momentum.shape:
-            state.momentum.copy_(momentum)
+        selected = real(layers, state, index)
+        if selected.momentum.shape == momentum.shape:
+            selected.momentum.copy_(momentum)
+        return selected
 
     patch.setattr(slots, "select_rows", select)
 
 
 def saving_forgets_the_step(patch: Patch) -> None:
     real = InertiaCache.__getstate__
-    patch.setattr(InertiaCache, "__getstate__", lambda self: real(self) | {"_steps": 0})
+    patch.setattr(
+        InertiaCache, "__getstate__", lambda self: real(self) | {"_ledger": dataclasses.replace(self._ledger, steps=0)}
+    )
 
 
 def failure_keeps_the_state(patch: Patch) -> None:
-    """A step that fails after its graph has run is not taken back: no field of the state is saved before it."""
-    patch.setattr(cache, "dataclasses", types.SimpleNamespace(fields=lambda state: [], replace=dataclasses.replace))
+    """A step that fails after its graph has run is not taken back: what is kept of the state before it is no copy."""
+    patch.setattr(slots.RetentionState, "clone", lambda self: self)
 
 
 def reset_keeps_the_count(patch: Patch) -> None:
     real = cache.SlotCache._clear
 
     def clear(self: Any) -> None:
-        steps = getattr(self, "_steps", 0)
+        steps = self._ledger.steps
         real(self)
-        self._steps = steps
+        self._ledger = dataclasses.replace(self._ledger, steps=steps)
 
     second_turn_goes_on_counting(patch)
     patch.setattr(cache.SlotCache, "_clear", clear)
 
 
 def pooling_forgotten(patch: Patch) -> None:
-    patch.setattr(slots, "pool", lambda *given: None)
+    patch.setattr(eviction, "pool", lambda *given: None)
 
 
 def first_eviction_takes_one_step_longer(patch: Patch) -> None:
-    real = cache.SlotCache._compact
-
-    def compact(self: Any) -> None:
-        self._steps -= 1
-        if self._steps >= self.config.evict_after:
-            real(self)
-        else:
-            self._steps += 1
-
-    patch.setattr(cache.SlotCache, "_compact", compact)
+    """The counts evict, storage does not yet."""
+    real = Ledger.add_step
+    patch.setattr(Ledger, "add_step", lambda self, config: dataclasses.replace(real(self, config), compaction=None))
 
 
 def protected_off_by_one(patch: Patch) -> None:
