@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
+from ..kernels import targets
 from ..kernels.reference import NO_POSITION, mean_momentum
-from ..kernels.triton.plan import runs_triton
 
 DEAD, CLOSED = float("-inf"), float("inf")
 """Momentum of a slot that may be filled, and of one that is neither attended nor filled."""
@@ -169,7 +169,9 @@ def gather(
         momentum=torch.where(full, state.momentum.gather(1, places), empty),
         positions=torch.where(full, state.positions.gather(1, places), NO_POSITION),
     )
-    return _replace(layers, lambda buffer: _take(buffer, index, capacity), gathered)
+    return _replace(
+        layers, lambda buffer: targets.target_for(buffer.device.type).gather(buffer, index, capacity), gathered
+    )
 
 
 def extend(
@@ -276,20 +278,6 @@ def column(per_row: Sequence[int], like: Tensor) -> Tensor:
     if like.is_cuda:
         values = values.pin_memory()
     return values.to(like.device, non_blocking=True).unsqueeze(1)
-
-
-def _take(buffer: Tensor, index: Tensor, capacity: int) -> Tensor:
-    """[B, N, capacity, D]: first the slots of `index` [B, n], then nothing in particular (never attended)."""
-    if runs_triton(buffer.device.type):
-        from ..kernels.triton import state as kernels
-
-        return kernels.gather(buffer, index, capacity)
-    rows, heads, _, width = buffer.shape
-    result = buffer.new_zeros(rows, heads, capacity, width)
-    taken = index.shape[1]
-    expanded = index[:, None, :, None].expand(rows, heads, taken, width)
-    result[:, :, :taken] = buffer.gather(2, expanded)
-    return result
 
 
 def _widen(buffer: Tensor, room: int) -> Tensor:

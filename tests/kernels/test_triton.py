@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from inertia_fx.cache import storage as slot_buffers
 from inertia_fx.kernels import reference, targets
 from inertia_fx.kernels.triton import attention as scored_attention
 from inertia_fx.kernels.triton import ops as triton_ops
@@ -205,7 +204,7 @@ def test_gather(dtype: torch.dtype, width: int, taken: int, room: int, turned: b
         buffer = torch.randn(2, 50, 3, width).to(dtype).transpose(1, 2)
     index = torch.randint(0, 50, (2, taken))
     got, _ = interpreted.run(evict.gather, buffer, index, taken + room)
-    assert torch.equal(got, slot_buffers._take(buffer, index, taken + room))
+    assert torch.equal(got, targets.REFERENCE.gather(buffer, index, taken + room))
 
 
 # ---------------------------------------------------------------------- traced for a CUDA device
