@@ -275,7 +275,7 @@ def test_lowered_to_kernels(on_triton: None, options: dict[str, Any], expect: di
     results = run_all(gm, **options)
     assert operators(gm) == expect | {"triton_enter": 1, "triton_evict": 1}
     assert (len(results["lower"].matched), len(results["lower_enter"].matched)) == (3, 1)
-    # The mask, and the liveness where scores are read, are written to memory once for all layers.
+    # The mask, and the validity where scores are read, are written to memory once for all layers.
     assert count(gm)["as_strided"] == (1 if options.get("score") is False else 2)
     assert count(gm)["copy_"] == count(gm)["argmin"] == count(gm)["amin"] == 0
 
