@@ -125,7 +125,7 @@ def scored_attention(
     group: int,
     half: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Attend and score as :func:`reference.scored_attention` does; `group` is G, `half` says whether K and V are in half precision."""
+    """Attend and score as :func:`reference.scored_attention` does; `group` is G, `half`: K and V are in half precision."""
     exponentials, sums = _exponentials(query, key, mask, scale, kv_heads, group)
     scores = pooled_scores(exponentials / sums, value, live, scorer, total)
     return _output(exponentials, sums, value, group, half), scores

@@ -127,7 +127,7 @@ def pooled_scores(
 
 
 def blend(old: Tensor, new: Tensor, old_weight: float, new_weight: float) -> Tensor:
-    """Compute old_weight * old + new_weight * new, without the products that change nothing. An old weight of 0 drops -inf * 0."""
+    """Blend: old_weight * old + new_weight * new, without products that change nothing. An old weight of 0 drops -inf * 0."""
     if old_weight == 0:
         return new * new_weight if new_weight != 1 else new
     kept = old if old_weight == 1 else old * old_weight

@@ -59,7 +59,7 @@ def blended_attention(
     old_weight: float,
     new_weight: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend, score and update the momentum: the second result is old_weight * old + new_weight * s: a layer's momentum update in place of s."""
+    """Attend, score and update the momentum: the second result is old_weight * old + new_weight * s, in place of s."""
     if not query.is_cuda:
         output, scores = reference.scored_attention(query, key, value, mask, live, scale, kv_heads, scorer)
         return output, reference.blend(old, scores, old_weight, new_weight)

@@ -57,7 +57,10 @@ def evict_kernel(
     momentum_row, momentum_slot, positions_row, positions_slot,
     moved_row, moved_slot, marks_row, marks_slot, new_row, new_slot, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose the next free slot and write the state. Grid: (rows,). Every lane keeps the best of its slots by (momentum, position, slot); at the end the best lane's."""
+    """Choose the next free slot and write the state. Grid: (rows,).
+
+    Every lane keeps the best of its slots by (momentum, position, slot); at the end the best lane's is chosen.
+    """
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(length + row)
     momentum += row * momentum_row
@@ -150,7 +153,7 @@ def evict(
 
 
 def gather(buffer: Tensor, index: Tensor, capacity: int) -> Tensor:
-    """Gather the slots `index` [B, n] int64 of `buffer` [B, N, S, D], then zeros: [B, N, capacity, D]. Called outside of graphs."""
+    """Gather the slots `index` [B, n] int64 of `buffer` [B, N, S, D], then zeros: [B, N, capacity, D]. Outside of graphs."""
     rows, kv_heads, _, width = buffer.shape
     result = buffer.new_empty(rows, kv_heads, capacity, width)
     gather_kernel[(rows * kv_heads, triton.cdiv(capacity, BLOCK_COPY))](
