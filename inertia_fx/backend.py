@@ -29,7 +29,7 @@ _HOST_ONLY = tuple(field.name for field in dataclasses.fields(Config) if field.n
 
 @dataclasses.dataclass(frozen=True)
 class BackendOptions(PassOptions):
-    """The options of the backend: what is compiled into a decode graph, and with what.
+    """Hold the backend's options: what is compiled into a decode graph, and with what.
 
     Args:
         mode, options: Inductor's, as in torch.compile.
@@ -43,7 +43,7 @@ class BackendOptions(PassOptions):
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None) -> BackendOptions:
-        """Checked options.
+        """Check options.
 
         Raises:
             ConfigError: an option is unknown, belongs to the cache, or is out of range.
@@ -111,7 +111,7 @@ _numbers = itertools.count()
 
 
 def own_code(function: Any) -> types.FunctionType:
-    """A twin with a code object of its own: Dynamo keeps graphs and its recompile limit per code object."""
+    """Copy a function with a code object of its own: Dynamo keeps graphs and its recompile limit per code object."""
     name = f"inertia_{function.__name__.strip('_')}_{next(_numbers)}"
     code = function.__code__.replace(co_name=name)
     return types.FunctionType(code, function.__globals__, name, function.__defaults__, function.__closure__)

@@ -1,4 +1,4 @@
-"""The operators that a decode graph carries between the passes (`torch.library` definitions).
+"""Define the operators that a decode graph carries between the passes (`torch.library`).
 
 `retain` is the marker: traced code calls it once, at the end of a step, with the sequence's state and slot buffers.
 It does the right thing by itself (the step then decodes with a momentum that never moves), and the passes rewrite it.
@@ -52,7 +52,7 @@ def _(momentum, positions, free, length, new_momentum, new_positions, keys, valu
 def scored_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, live: Tensor, scale: float, kv_heads: int, scorer: str
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`inertia_fx.kernels.reference.scored_attention`."""
+    """Attend and score as :func:`inertia_fx.kernels.reference.scored_attention` does."""
     return reference.scored_attention(query, key, value, mask, live, scale, kv_heads, scorer)
 
 
@@ -65,7 +65,7 @@ def _(query, key, value, mask, live, scale, kv_heads, scorer):  # type: ignore[n
 
 @torch.library.custom_op("inertia_fx::slot_attention", mutates_args=())
 def slot_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, kv_heads: int) -> Tensor:
-    """See :func:`inertia_fx.kernels.reference.slot_attention`."""
+    """Attend as :func:`inertia_fx.kernels.reference.slot_attention` does."""
     return reference.slot_attention(query, key, value, mask, scale, kv_heads)
 
 
@@ -76,7 +76,7 @@ def _(query, key, value, mask, scale, kv_heads):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("inertia_fx::blend", mutates_args=())
 def blend(old: Tensor, new: Tensor, old_weight: float, new_weight: float) -> Tensor:
-    """See :func:`inertia_fx.kernels.reference.blend`; [B, S] fp32."""
+    """Blend two momenta [B, S] fp32 as :func:`inertia_fx.kernels.reference.blend` does."""
     return reference.blend(old, new, old_weight, new_weight).clone()  # an operator's result may not be its input
 
 

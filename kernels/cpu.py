@@ -1,4 +1,4 @@
-"""The same maths as `reference.py`, in the form that Inductor compiles best on CPUs. Shapes as there.
+"""Write the maths of `reference.py` in the form that Inductor compiles best on CPUs. Shapes as there.
 
 Two things differ. Sums over the slots run in fp64, see :func:`total`, but not those with V, see :func:`_weighted_sums`.
 And products with K, in half precision also with V, are written as multiply-and-sum, head by head of a group: Inductor
@@ -32,7 +32,7 @@ _CHUNK = 4096
 
 
 def _weighted_sums(weights: Tensor, value: Tensor, group: int) -> Tensor:
-    """Sums over the slots of weights [B, N, G, S] times value [B, N, S, D] in half precision: [B, N, G, D], fp32.
+    """Sum over the slots weights [B, N, G, S] times value [B, N, S, D] in half precision: [B, N, G, D], fp32.
 
     The first 4096 slots in fp32, the others in fp64. Converting every product to fp64 takes as long as all the rest of
     it, and "at most 4096" is true of min(S, 4096) whatever S is: no guard. The second sum begins two slots early,
@@ -65,12 +65,12 @@ def _numbers(count: Any) -> Tensor:
 
 
 def _take(tensor: Tensor, *indices: Tensor | None) -> Tensor:
-    """`tensor[..., index]` without a check of the bounds."""
+    """Index ``tensor[..., index]`` without a check of the bounds."""
     return torch.ops.aten._unsafe_index(tensor, indices)
 
 
 def materialize(tensor: Tensor) -> Tensor:
-    """The tensor, computed once into memory: `as_strided` is a view that Inductor does not compute through.
+    """Compute a tensor once, into memory: `as_strided` is a view that Inductor does not compute through.
 
     Left to itself it would inline the query's rotary embedding, sines and all, into the loop over the slots.
     """
@@ -83,7 +83,7 @@ _UNROLLED = 8
 
 
 def _by_head(heads: Tensor, group: int, function: Callable[[Tensor], Tensor]) -> Tensor:
-    """`function` of some heads of every group at a time, [B, N, G, ...] -> [B, N, G, ...] put together again."""
+    """Apply `function` to some heads of every group at a time, [B, N, G, ...] -> [B, N, G, ...] put together again."""
     unrolled = max(count for count in range(1, min(group, _UNROLLED) + 1) if group % count == 0)
     parts = heads.unflatten(2, (group // unrolled, unrolled))
     return torch.stack([function(parts[:, :, :, index]) for index in range(unrolled)], 3).flatten(2, 3)
@@ -92,7 +92,7 @@ def _by_head(heads: Tensor, group: int, function: Callable[[Tensor], Tensor]) ->
 def _exponentials(
     query: Tensor, key: Tensor, mask: Tensor, scale: float, kv_heads: int, group: int
 ) -> tuple[Tensor, Tensor]:
-    """exp(logits - max) [B, N, G, S] and its sum over the slots [B, N, G, 1], both fp32."""
+    """Compute exp(logits - max) [B, N, G, S] and its sum over the slots [B, N, G, 1], both fp32."""
     grouped = materialize(group_queries(query, kv_heads).float() * scale)
     keys = key.float().unsqueeze(2)
     logits = _by_head(grouped, group, lambda heads: (heads.unsqueeze(3) * keys).sum(-1))
@@ -109,7 +109,7 @@ def _output(exponentials: Tensor, sums: Tensor, value: Tensor, group: int, half:
 def slot_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, kv_heads: int, group: int, half: bool
 ) -> Tensor:
-    """As :func:`reference.slot_attention`; `group` is G, `half` says whether K and V are in half precision."""
+    """Attend as :func:`reference.slot_attention` does; `group` is G, `half` says whether K and V are in half precision."""
     return _output(*_exponentials(query, key, mask, scale, kv_heads, group), value, group, half)
 
 
@@ -125,7 +125,7 @@ def scored_attention(
     group: int,
     half: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`reference.scored_attention`; `group` is G, `half` says whether K and V are in half precision."""
+    """Attend and score as :func:`reference.scored_attention` does; `group` is G, `half`: K and V are in half precision."""
     exponentials, sums = _exponentials(query, key, mask, scale, kv_heads, group)
     scores = pooled_scores(exponentials / sums, value, live, scorer, total)
     return _output(exponentials, sums, value, group, half), scores

@@ -1,4 +1,4 @@
-"""The maths of one decode step in plain torch. Every kernel is tested against these functions.
+"""Define the maths of one decode step in plain torch. Every kernel is tested against these functions.
 
 They are written so that they run on tensors *and* on `torch.fx` proxies (no Python branch on a tensor's shape or
 value): the `lower` pass inlines them into the graph by calling them on proxies, so there is one definition.
@@ -17,11 +17,11 @@ from torch import Tensor
 NO_POSITION = -1
 """Position of a slot that holds no token."""
 
-_LAST = torch.iinfo(torch.int64).max
+_POSITION_MAX = torch.iinfo(torch.int64).max
 
 
 def group_queries(query: Tensor, kv_heads: int) -> Tensor:
-    """[B, H, 1, D] -> [B, N, G, D]: the query heads that share a KV head side by side."""
+    """Put the query heads that share a KV head side by side: [B, H, 1, D] -> [B, N, G, D]."""
     return query.squeeze(2).unflatten(1, (kv_heads, -1))
 
 
@@ -34,7 +34,7 @@ def attention_probabilities(
     softcap: float = 0.0,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Softmax probabilities of the one query over the slots, grouped by KV head.
+    """Compute the softmax probabilities of the one query over the slots, grouped by KV head.
 
     Args:
         query: [B, H, 1, D], any float dtype.
@@ -68,7 +68,7 @@ def slot_attention(
     softcap: float = 0.0,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query token over the slots: [B, H, 1, Dv] in the value's dtype. `mask` is additive, fp32."""
+    """Attend with one query token over the slots: [B, H, 1, Dv] in the value's dtype. `mask` is additive, fp32."""
     return _weighted_values(attention_probabilities(query, key, mask, scale, kv_heads, softcap, sink), value)
 
 
@@ -84,7 +84,7 @@ def scored_attention(
     softcap: float = 0.0,
     sink: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one query token over the slots, and the scores that fall out of it.
+    """Attend with one query token over the slots, and pool its probabilities to scores.
 
     Args:
         query, key, mask, scale, kv_heads, softcap, sink: as in :func:`attention_probabilities`.
@@ -112,7 +112,7 @@ def total(tensor: Tensor) -> Tensor:
 def pooled_scores(
     probabilities: Tensor, value: Tensor, live: Tensor, scorer: str, total: Callable[[Tensor], Tensor] = total
 ) -> Tensor:
-    """Head-pooled scores s [B, S], fp32, from probabilities [B, N, G, S] (SPEC: "s", D4, D21)."""
+    """Pool probabilities [B, N, G, S] over the heads to scores s [B, S], fp32 (SPEC: "s", D4, D21)."""
     if scorer == "vnorm":
         alive = live.unsqueeze(1)
         norm = torch.where(alive, torch.linalg.vector_norm(value, dim=-1, dtype=torch.float32), 0.0)
@@ -127,7 +127,7 @@ def pooled_scores(
 
 
 def blend(old: Tensor, new: Tensor, old_weight: float, new_weight: float) -> Tensor:
-    """old_weight * old + new_weight * new, without the products that change nothing. An old weight of 0 drops -inf * 0."""
+    """Blend: old_weight * old + new_weight * new, without products that change nothing. An old weight of 0 drops -inf * 0."""
     if old_weight == 0:
         return new * new_weight if new_weight != 1 else new
     kept = old if old_weight == 1 else old * old_weight
@@ -135,11 +135,11 @@ def blend(old: Tensor, new: Tensor, old_weight: float, new_weight: float) -> Ten
 
 
 def mean_momentum(momentum: Tensor, live: Tensor) -> Tensor:
-    """Mean of the live momenta, [B, 1] fp32; 0 where nothing is live.
+    """Average the live momenta: [B, 1] fp32; 0 where nothing is live.
 
     Summed in fp64 (where the device has it): a token that enters at the mean leaves the mean as it is, so the next
     ones enter with *equal* momentum, and the tie must not be broken by rounding (SPEC D7). It also spares the CPU's
-    compiled step a guard, see `inductor_cpu.total`.
+    compiled step a guard, see `cpu.total`.
     """
     wide = torch.float32 if momentum.device.type == "mps" else torch.float64
     mean = torch.where(live, momentum, 0.0).sum(-1, keepdim=True, dtype=wide) / live.sum(-1, keepdim=True).clamp(min=1)
@@ -147,7 +147,7 @@ def mean_momentum(momentum: Tensor, live: Tensor) -> Tensor:
 
 
 def enter(momentum: Tensor, positions: Tensor, free: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """The state once the new token sits in the free slot, at the mean of the row's other live momenta (SPEC D2).
+    """Enter the new token into the state: into the free slot, at the mean of the row's other live momenta (SPEC D2).
 
     Args:
         momentum: [B, S] fp32; -inf in dead slots, +inf in closed ones.
@@ -166,13 +166,13 @@ def enter(momentum: Tensor, positions: Tensor, free: Tensor, length: Tensor) -> 
 
 
 def is_protected(positions: Tensor, newest: Tensor, protect_first: int, protect_recent: int) -> Tensor:
-    """[B, S] bool: tokens at either end of the text that are never chosen; `newest` is [B] int64, the last position."""
+    """Mark the tokens at either end of the text that are never chosen: [B, S] bool; `newest` is the last position, [B] int64."""
     # No branch on what is protected: torch.compile may have made the two numbers symbols.
     return (positions >= 0) & ((positions < protect_first) | (positions > newest.unsqueeze(1) - protect_recent))
 
 
 def next_free(momentum: Tensor, positions: Tensor, length: Tensor, protect_first: int, protect_recent: int) -> Tensor:
-    """The slot to overwrite next, [B] int64: a dead slot if there is one, else the smallest (momentum, position).
+    """Choose the slot to overwrite next, [B] int64: a dead slot if there is one, else the smallest (momentum, position).
 
     `length` is [B] int64, the new token's position. Dead slots carry momentum -inf and closed slots +inf, so both
     fall into place by themselves; equal momentum lets the oldest position go (SPEC D7). A token whose momentum is not
@@ -181,4 +181,4 @@ def next_free(momentum: Tensor, positions: Tensor, length: Tensor, protect_first
     key = torch.where(momentum.isnan(), -math.inf, momentum)
     key = torch.where(is_protected(positions, length, protect_first, protect_recent), math.inf, key)
     smallest = key == key.amin(-1, keepdim=True)
-    return torch.where(smallest, positions, _LAST).argmin(-1)
+    return torch.where(smallest, positions, _POSITION_MAX).argmin(-1)

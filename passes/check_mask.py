@@ -48,7 +48,7 @@ def check_mask(mask: fx.Node, kind: str, end: fx.Node, marker: Marker, slicer: S
         valid = (values[marker.new_positions] >= 0)[:, None, None, :]
         if not _hides(values[mask], kind, valid):
             raise Refusal(
-                "its mask is not the liveness of the slots (tried on a small state): a window, a causal rule or a bias"
+                "its mask is not the validity of the slots (tried on a small state): a window, a causal rule or a bias"
                 " that depends on positions, or no mask at all"
             )
 

@@ -32,11 +32,11 @@ def emit_scores_pass(gm: fx.GraphModule, example_inputs: list[Tensor], *, option
                 node = graph.call_function(SCORED, (*attend, valid, site.scale, site.kv_heads, options.scorer))
                 output = graph.call_function(operator.getitem, (node, 0))
                 scores = graph.call_function(operator.getitem, (node, 1))
-                new = (node, output, scores)
+                new = [node, output, scores]
                 record_match(gm, "with scores", layer=site.layer, node=site.output.name, into=node.name)
             else:
                 output = graph.call_function(UNSCORED, (*attend, site.scale, site.kv_heads))
-                new = (output,)
+                new = [output]
                 why = "the last layer's scores alone count" if options.score else "this step reads no scores"
                 record_skip(gm, f"without scores: {why}", layer=site.layer, node=site.output.name, into=output.name)
         for node in new:

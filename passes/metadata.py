@@ -1,4 +1,4 @@
-"""What is known about the values of a graph without running it: Dynamo's example values, and those that passes owe."""
+"""Describe and complete what is known of a graph's values without running it: Dynamo's example values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 
 def metadata(node: fx.Node) -> Any:
-    """What a compiler may specialise on, hashable; ``None`` if the value is not one that can be handed to a subgraph."""
+    """Describe what a compiler may specialise on, hashable; ``None`` if the value is not one that can be handed to a subgraph."""
     value = node.meta.get("example_value")
     if isinstance(value, torch.SymInt):
         return str(value)
@@ -24,7 +24,7 @@ def metadata(node: fx.Node) -> Any:
 
 
 def frozen(value: Any, nodes: dict[fx.Node, Any]) -> Any:
-    """A node's arguments as something hashable, with every node replaced; 1, 1.0 and True stay apart."""
+    """Freeze a node's arguments into something hashable, with every node replaced; 1, 1.0 and True stay apart."""
     if isinstance(value, fx.Node):
         return nodes[value]
     if isinstance(value, (tuple, list)):
@@ -37,7 +37,7 @@ def frozen(value: Any, nodes: dict[fx.Node, Any]) -> Any:
 
 
 def fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
-    """The mode that Dynamo traced the graph in."""
+    """Find the mode that Dynamo traced the graph in."""
     values = (node.meta.get("example_value") for node in graph.nodes)
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), None)
 

@@ -111,7 +111,8 @@ class _Proof:
             for node in self.traced.nodes
         ]
         site = self.site
-        places = [number.get(node) for node in (site.query, site.mask, site.output, self.slicer.marker.new_positions)]
+        named = (site.query, site.mask, site.output, self.slicer.marker.new_positions)
+        places = [None if node is None else number.get(node) for node in named]
         scale = number[site.scale] if isinstance(site.scale, fx.Node) else repr(site.scale)
         return (tuple(flows_in), tuple(runs), tuple(places), scale, site.mask_kind, site.kv_heads)
 

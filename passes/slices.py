@@ -167,7 +167,7 @@ class SmallState:
         near, far = (self.slots + 1) // 2, self.slots // 2
         text = torch.cat([torch.arange(near), 1_000_000 - far + torch.arange(far)])
         order = torch.stack([torch.randperm(self.slots, generator=generator) for _ in range(self.rows)])
-        shorter = 1000 * torch.arange(self.rows)
+        shorter = 1000 * (torch.arange(self.rows) % 500)
         positions = text[order]
         positions = torch.where(positions < near, positions, positions - shorter[:, None])
         momentum = torch.rand(self.rows, self.slots, generator=generator)
@@ -227,7 +227,8 @@ class Runner:
     def draw(self, piece: Slice, queries: Iterable[fx.Node] = ()) -> dict[fx.Node, Any]:
         """Draw a value for everything that a slice is given; the memory of `queries` at the state's query size."""
         state = dict(zip(self.marker.state, self.state.tensors(), strict=True))
-        large, values = set(queries), {}
+        large = set(queries)
+        values: dict[fx.Node, Any] = {}
         for node in piece.given:
             known = example(node)
             if node in state:

@@ -85,9 +85,9 @@ def _launches(setting: Setting) -> tuple[Callable[..., Any], ...]:
         from inertia_fx.kernels.triton import state
 
         return state.enter, state.evict, state.gather
-    from inertia_fx.cache.storage import _take
+    from inertia_fx.kernels.targets import REFERENCE
 
-    return reference.enter, _evict_by_definition, _take
+    return reference.enter, _evict_by_definition, REFERENCE.gather
 
 
 def _evict_by_definition(

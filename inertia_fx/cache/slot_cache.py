@@ -1,14 +1,8 @@
-"""The slot cache and the sequence's retention state. Plain torch: nothing here knows transformers.
+"""The slot cache: bounded key-value storage of a batch of sequences. Plain torch: nothing here knows transformers.
 
-A cache is always in one of three phases:
-
-    empty    nothing cached
-    prompt   columns: keys and values as the prompt's forwards left them, one column per token (padding included)
-    slots    bounded buffers: every decode step overwrites one slot; slot order is not position order
-
-Host and device split. How many tokens a row holds is known without looking at the device (one enters per step, at
-most one leaves), so all counting is done in Python ints here, and a step never waits for the device. *Which* tokens
-a row holds is known to the device only.
+What a cache holds is storage (the layers' buffers and the retention state, on the device) and a ledger (counts, on the
+host). A forward runs between :meth:`SlotCache._hold` of what was held before it and of what is held after it: nothing else
+commits a step or a prompt, or takes one back.
 """
 
 from __future__ import annotations
@@ -22,18 +16,31 @@ import torch
 from torch import Tensor
 
 from ..config import Config
-from ..errors import CacheError, UndoError, UnsupportedModelError
-from ..kernels.reference import NO_POSITION, enter, mean_momentum
+from ..errors import CacheError, UnsupportedModelError
+from ..kernels.reference import enter
 from ..ops import retain
-from . import storage as slots
-from .storage import CLOSED, Entry, RetentionState, SlotLayer
+from . import eviction, storage
+from .ledger import Ledger, Phase
+from .storage import Entry, RetentionState, SlotLayer
 
-_GROWTH = 64
-"""Slots added at once, at least, to a row that has not reached its budget yet."""
+
+@dataclasses.dataclass(frozen=True)
+class _Contents:
+    """What a cache holds at one moment.
+
+    Attributes:
+        buffers: keys and values of every layer by reference; ``None`` says that they stay as they are.
+        state: `None` while the cache is empty.
+        ledger: the counts.
+    """
+
+    buffers: tuple[tuple[Any, Tensor | None, Tensor | None], ...] | None
+    state: RetentionState | None
+    ledger: Ledger
 
 
 class SlotCache:
-    """Bounded K/V storage of a batch of sequences together with their retention state.
+    """Bounded key-value storage of a batch of sequences, together with their retention state.
 
     Drive it with the two context managers, around forwards that call :meth:`update` once per layer::
 
@@ -55,33 +62,59 @@ class SlotCache:
     def __init__(self, config: Config | None = None) -> None:
         self.config = config
         self.layers: list[Any] = []
-        self._clear()
+        self._state: RetentionState | None = None
+        self._ledger = Ledger()
+        self._running: Phase | None = None
+        """PREFILL inside a prompt, DECODE inside a step, ``None`` between two forwards."""
+        self._left = False
+        """Whether the running step has reached its end."""
 
     def _clear(self) -> None:
-        for layer in self.layers:
-            layer.keys = layer.values = None
-        self._mode = "idle"
-        self._left = False
-        self._phase = "empty"
-        self._state: RetentionState | None = None
-        self._seen = 0
-        self._steps = 0
-        self._columns = 0
-        self._prompt: list[int] = []
-        self._live: list[int] = []
-        self._open: list[int] = []
-        self._evicting: list[bool] = []
+        self._hold(_Contents((), None, Ledger()))
+
+    def _held(self) -> _Contents:
+        buffers = tuple((layer, layer.keys, layer.values) for layer in self.layers)
+        return _Contents(buffers, self._state, self._ledger)
+
+    def _hold(self, contents: _Contents) -> None:
+        """Commit, or take back: assignments on the host, nothing that waits for the device or takes memory of it."""
+        if contents.buffers is not None:
+            for layer in self.layers:
+                layer.keys = layer.values = None
+            for layer, keys, values in contents.buffers:
+                layer.keys, layer.values = keys, values
+        if contents.state is not None and contents.state is not self._state:
+            storage.mark_for_compile((), contents.state)
+        self._state, self._ledger = contents.state, contents.ledger
+
+    @contextlib.contextmanager
+    def _forward(self, kind: Phase, before: _Contents, after: Callable[[], _Contents]) -> Iterator[None]:
+        """Run a forward, then hold what `after` returns, or `before` if anything has raised."""
+        self._running = kind
+        held = before
+        try:
+            yield
+            held = after()
+        finally:
+            self._hold(held)
+            self._running = None
 
     # ------------------------------------------------------------------ what a user reads
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Logical length: tokens seen per row, padding columns included, evicted tokens too (SPEC D9)."""
-        return self._seen
+    @property
+    def phase(self) -> Phase:
+        """What the buffers hold: nothing, columns of prompts, or slots."""
+        return self._ledger.phase
+
+    @property
+    def seen(self) -> int:
+        """Tokens seen per row, padding columns included, evicted tokens too (SPEC D9)."""
+        return self._ledger.seen
 
     @property
     def rows(self) -> int:
         """Number of sequences in the cache, 0 while it is empty."""
-        return len(self._prompt)
+        return self._ledger.rows
 
     @property
     def slots(self) -> int:
@@ -89,36 +122,48 @@ class SlotCache:
         return 0 if self._state is None else self._state.positions.shape[1]
 
     @property
+    def columns(self) -> int:
+        """Cached columns that a prompt's forward finds, and that its mask has to cover. Read it inside :meth:`prompt`."""
+        return self._ledger.capacity
+
+    @property
     def budget(self) -> list[int]:
         """Tokens that survive each decode step, per row; empty while the cache is."""
-        return [] if self.config is None else [self.config.budget_of(tokens) for tokens in self._prompt]
+        return [] if self.config is None else list(self._ledger.budgets(self.config))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K/V storage that are really held (storages, not views; each counted once)."""
-        held = {}
-        for layer in self.layers:
-            for tensor in (layer.keys, layer.values):
-                if tensor is not None:
-                    storage = tensor.untyped_storage()
-                    held[storage.data_ptr(), str(tensor.device)] = storage.nbytes()
-        return sum(held.values())
+        """Bytes of key-value storage that are really held."""
+        return storage.nbytes(buffer for layer in self.layers for buffer in (layer.keys, layer.values))
 
     @property
     def state(self) -> RetentionState:
-        """The tensors that decide who stays; raises :class:`CacheError` while the cache is empty."""
+        """Momentum and positions, by slot.
+
+        Raises:
+            CacheError: the cache is empty.
+        """
         if self._state is None:
             raise CacheError("The cache is empty: run a prompt through the model first.")
         return self._state
 
-    def retained_positions(self) -> list[Tensor]:
-        """True positions of the live tokens, sorted: one 1-D int64 tensor per row."""
-        return [positions for positions, _ in self._retained()]
+    @property
+    def refreshing(self) -> bool:
+        """Whether the coming (or running) decode step reads scores.
+
+        Raises:
+            CacheError: the cache has no Config.
+        """
+        return self._settings().refreshes_at(self._ledger.steps + 1)
 
     @property
     def momentum(self) -> list[Tensor]:
         """Momentum of the live tokens, one 1-D fp32 tensor per row, in the order of :meth:`retained_positions`."""
         return [momentum for _, momentum in self._retained()]
+
+    def retained_positions(self) -> list[Tensor]:
+        """List the true positions of the live tokens, sorted: one 1-D int64 tensor per row."""
+        return [positions for positions, _ in self._retained()]
 
     def _retained(self) -> Iterator[tuple[Tensor, Tensor]]:
         if self._state is None:
@@ -127,168 +172,157 @@ class SlotCache:
             kept, order = positions[alive].sort()
             yield kept, momentum[alive][order]
 
+    def _alive(self) -> Tensor:
+        """[B, S] bool: slots whose token is still in the cache between steps."""
+        state = self.state
+        alive = state.positions >= 0
+        if self.phase is Phase.DECODE:
+            place = torch.arange(alive.shape[1], device=alive.device)
+            alive = alive & (place != state.free.unsqueeze(1))
+        return alive
+
     # ------------------------------------------------------------------ prompts
 
     @contextlib.contextmanager
     def prompt(self, rows: int, tokens: int, padding: Tensor | None = None) -> Iterator[None]:
-        """Around a forward of `tokens` tokens per row that belong to a prompt (SPEC D13, D16).
+        """Prefill: around a forward of `tokens` tokens per row that belong to a prompt (SPEC D13, D16).
 
         Args:
             rows: batch size.
             tokens: columns of this forward, padding included.
             padding: [rows, tokens], true or 1 where a column is a real token; ``None`` if all are.
+
+        Raises:
+            CacheError: another forward is running, or the shapes do not fit each other or the cache.
+            UnsupportedModelError: not every layer has cached every token.
         """
         self._require_idle()
         self._require_rows(rows)
-        counts = _real_tokens(rows, tokens, padding)
-        restore = self._snapshot()
-        if self._phase == "slots":
-            self._to_columns()
-        self._mode = "prompt"
-        try:
+        real = _real_tokens(rows, tokens, padding)
+
+        def joined() -> _Contents:
+            self._require_columns(self._ledger.capacity + tokens)
+            device = self.layers[0].keys.device
+            state = RetentionState.empty(rows, device) if self._state is None else self._state
+            columns = torch.ones(rows, tokens, dtype=torch.bool, device=device)
+            state = storage.join(state, columns if padding is None else padding.to(device).bool())
+            return _Contents(None, state, self._ledger.add_prompt(tokens, real))
+
+        with self._forward(Phase.PREFILL, self._held(), joined):
+            if self.phase is Phase.DECODE:
+                self._to_columns()
             yield
-            self._require_columns(self._columns + tokens)
-        except BaseException:
-            restore()
-            raise
-        finally:
-            self._mode = "idle"
-        self._join(rows, tokens, padding, counts)
-
-    def _snapshot(self) -> Callable[[], None]:
-        """A function that puts the buffers and the state back. Prompts replace tensors and never write into them."""
-        held = [(layer, layer.keys, layer.values) for layer in self.layers]
-        phase, columns, room = self._phase, self._columns, list(self._open)
-        state = None if self._state is None else dataclasses.replace(self._state)
-
-        def restore() -> None:
-            for layer in self.layers:
-                layer.keys = layer.values = None
-            for layer, keys, values in held:
-                layer.keys, layer.values = keys, values
-            self._phase, self._columns, self._open, self._state = phase, columns, room, state
-
-        return restore
-
-    def _require_columns(self, columns: int) -> None:
-        for index, layer in enumerate(self.layers):
-            held = 0 if layer.keys is None else layer.keys.shape[2]
-            if held != columns:
-                raise UnsupportedModelError(
-                    f"Layer {index} cached {held} tokens where {columns} were expected: the model does not cache"
-                    " every token in every layer (shared or sliding key-value layers). Use the uncompiled model."
-                )
-
-    def _join(self, rows: int, tokens: int, padding: Tensor | None, counts: list[int]) -> None:
-        """The prompt's tokens join at the mean of the row's live momenta (0 for a first prompt), at their positions."""
-        device = self.layers[0].keys.device
-        real = (
-            torch.ones(rows, tokens, dtype=torch.bool, device=device) if padding is None else padding.to(device).bool()
-        )
-        if self._state is None:
-            empty = torch.zeros(rows, 0, device=device)
-            start = torch.zeros(rows, dtype=torch.int64, device=device)
-            self._state = RetentionState(empty, empty.long(), start, start.clone())
-            self._prompt, self._live, self._open = [0] * rows, [0] * rows, [0] * rows
-        state = self._state
-        mean = mean_momentum(state.momentum, state.positions >= 0)
-        index = real.long().cumsum(-1)
-        state.momentum = torch.cat([state.momentum, torch.where(real, mean, CLOSED)], dim=1)
-        state.positions = torch.cat(
-            [state.positions, torch.where(real, state.length.unsqueeze(1) + index - 1, NO_POSITION)], dim=1
-        )
-        state.length = state.length + index[:, -1]
-        self._phase = "prompt"
-        self._columns += tokens
-        self._seen += tokens
-        self._steps = 0
-        self._evicting = [False] * rows
-        for row, count in enumerate(counts):
-            self._prompt[row] += count
-            self._live[row] += count
 
     def columns_mask(self, tokens: int, padding: Tensor | None) -> Tensor | None:
-        """2-D mask [B, cached columns + tokens] for a prompt's forward, call it inside :meth:`prompt`.
+        """Make the mask of a prompt's forward over cached and new columns; call it inside :meth:`prompt`.
 
-        ``padding`` is [B, tokens] as there; ``None`` comes back if every column is a real token.
+        Args:
+            tokens, padding: as there.
+
+        Returns:
+            [B, cached columns + tokens] int64, 1 where a column holds a token; ``None`` if every one does.
         """
         if self._state is None:
             return padding
-        if padding is None and all(live == self._columns for live in self._live):
+        if padding is None and self._ledger.is_dense:
             return None
         cached = self._state.positions >= 0
         new = cached.new_ones(cached.shape[0], tokens) if padding is None else padding.to(cached.device).bool()
         return torch.cat([cached, new], dim=1).long()
 
-    @property
-    def columns(self) -> int:
-        """Cached columns that a prompt's forward finds, and that its mask has to cover."""
-        return self._columns
-
     def _to_columns(self) -> None:
         """Slots to columns: the live tokens, sorted by position, short rows closed at the end."""
-        assert self._state is not None
-        alive = self._alive()
-        width = max(self._live)
-        slots.gather(
-            self.layers, self._state, slots.text_order(self._state, alive)[:, :width], self._live, self._live, width
-        )
-        self._phase, self._columns = "prompt", width
+        live, ledger = self._ledger.live, self._ledger.to_columns()
+        order = eviction.text_order(self.state, self._alive())[:, : ledger.capacity]
+        state = storage.gather(self.layers, self.state, order, live, live, ledger.capacity)
+        self._hold(_Contents(None, state, ledger))
 
     # ------------------------------------------------------------------ decode steps
 
     @contextlib.contextmanager
     def step(self, rows: int) -> Iterator[None]:
-        """Around one decode step of one token per row. Grows or seals the buffers before, evicts and compacts after."""
+        """Decode: around one step of one token per row. Buffers grow before it; it evicts and compacts after it.
+
+        Args:
+            rows: batch size.
+
+        Raises:
+            CacheError: another forward is running, the cache is empty or has no Config, a row has no token, `rows` does
+                not fit, or the body ran no decode step.
+        """
         self._require_idle()
         self._require_rows(rows)
-        if self._phase == "empty":
+        if self.phase is Phase.EMPTY:
             raise CacheError("A decode step needs a non-empty cache: run a prompt first.")
-        if 0 in self._live:
-            raise CacheError(f"Row {self._live.index(0)} of the prompt was padding alone: every row needs a token.")
-        if self.config is None:
-            raise CacheError("A decode step needs to know what to keep: make the cache with a Config.")
-        self._make_room()
-        if not slots.is_writable(self.layers, self.state):
-            slots.clone(self.layers, self.state)
-        before = [getattr(self.state, field.name).clone() for field in dataclasses.fields(self.state)]
-        self._mode, self._left = "step", False
-        try:
+        if 0 in self._ledger.live:
+            raise CacheError(
+                f"Row {self._ledger.live.index(0)} of the prompt was padding alone: every row needs a token."
+            )
+        self._settings()
+        if self.phase is Phase.PREFILL:
+            self._to_slots()
+        if not storage.is_writable(self.layers, self.state):
+            state = storage.make_writable(self.layers, self.state)
+            self._hold(_Contents(None, state, self._ledger))
+        self._left = False
+        # The step writes into the state's tensors, so what it may have to be taken back to is a copy. Of the buffers it
+        # writes the free slot only; they are not held here, as a first eviction would then take all of them twice.
+        before = _Contents(None, self.state.clone(), self._ledger)
+        with self._forward(Phase.DECODE, before, self._stepped):
             yield
-            if not self._left:
-                raise CacheError("The body of `with cache.step(...)` ran no decode step: it must call enter and leave.")
-        except BaseException:
-            if self._left:
-                for field, value in zip(dataclasses.fields(self.state), before, strict=True):
-                    getattr(self.state, field.name).copy_(value)
-            raise
-        finally:
-            self._mode = "idle"
-        self._count_step()
 
-    @property
-    def refreshing(self) -> bool:
-        """Whether the coming (or running) decode step reads scores."""
-        assert self.config is not None
-        return self.config.refreshes_at(self._steps + 1)
+    def _to_slots(self) -> None:
+        """Columns to slots, with room for the steps up to the first eviction."""
+        ledger, more = self._ledger.to_slots(self._settings())
+        state = storage.extend(self.layers, self.state, more.room, more.limits, more.full)
+        self._hold(_Contents(None, state, ledger))
+
+    def _stepped(self) -> _Contents:
+        """What the cache holds after a step whose graph has run: evict, compact and grow where it is time."""
+        if not self._left:
+            raise CacheError("The body of `with cache.step(...)` ran no decode step: it must call enter and leave.")
+        config, state = self._settings(), self.state
+        result = self._ledger.add_step(config)
+        if result.pooled is not None:
+            eviction.pool(state, config.pool_width, result.pooled, *self._protected)
+        if result.compaction is not None:
+            top = result.compaction
+            kept = eviction.survivors(state, top.keep, *self._protected)
+            state = storage.gather(self.layers, state, kept, top.keep, top.limits, top.capacity)
+            state.free.copy_(storage.column(top.keep, kept).squeeze(1))
+        if result.extension is not None:
+            more = result.extension
+            state = storage.extend(self.layers, state, more.room, more.limits, more.full)
+        return _Contents(None, state, result.ledger)
 
     def enter(self) -> Entry:
-        """Traced, at the start of a step: the new token takes its slot, at the mean of the row's other live momenta."""
+        """Enter the new token, at the start of a step (traced): it takes the free slot, at the mean momentum (SPEC D2)."""
         assert self._state is not None
         state = self._state
         momentum, positions = enter(state.momentum, state.positions, state.free, state.length)
         return Entry(positions >= 0, momentum, positions)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Cache one layer's new keys [B, N, tokens, D] and values; returns what attention should read."""
-        if self._mode == "step":
+        """Cache one layer's new keys and values.
+
+        Args:
+            key, value: [B, N, tokens, D] and [B, N, tokens, Dv]; one token in a decode step.
+            layer_idx: which layer, from 0.
+
+        Returns:
+            Keys and values that attention should read.
+
+        Raises:
+            CacheError: no forward is running.
+        """
+        if self._in_step:
             assert self._state is not None
             rows = torch.arange(self._state.free.shape[0], device=self._state.free.device)
             layer = self.layers[layer_idx]
             # Tells the tracer that all layers have the same number of slots: one symbol instead of two per layer.
             assert layer.keys.shape[2] == layer.values.shape[2] == self._state.positions.shape[1]
             return layer.write(key, value, rows, self._state.free)
-        if self._mode == "prompt":
+        if self._running is Phase.PREFILL:
             while len(self.layers) <= layer_idx:
                 self.layers.append(self.layer_class())
             return self.layers[layer_idx].append(key, value)
@@ -298,8 +332,8 @@ class SlotCache:
         )
 
     def leave(self, entry: Entry) -> None:
-        """Traced, at the end of a step: the marker. Writes the state back and chooses the slot to overwrite next."""
-        assert self._state is not None and self.config is not None
+        """Leave the step, at its end (traced): the marker. Writes the state back and chooses the slot to overwrite next."""
+        assert self._state is not None
         state = self._state
         retain(
             state.momentum,
@@ -314,127 +348,57 @@ class SlotCache:
         )
         self._left = True
 
-    def _make_room(self) -> None:
-        assert self.config is not None and self._state is not None
-        if self._phase == "prompt":
-            # Step 1: the columns become slots, with room for the steps up to the first eviction.
-            room = self.config.evict_after
-            everywhere = [self._columns + room] * self.rows
-            slots.extend(self.layers, self._state, room, everywhere, [True] * self.rows)
-            self._open = [live + room for live in self._live]
-            self._phase = "slots"
-
-    def _grow(self) -> None:
-        """More slots where a row is full but below its budget, so that every row always has one that may be taken."""
-        limits = [budget + 1 for budget in self.budget]
-        full = [live == room < limit for live, room, limit in zip(self._live, self._open, limits, strict=True)]
-        if any(full):
-            room = min(max(_GROWTH, self.slots // 8), max(limits) - self.slots)
-            # A row never opens more than its budget + 1 slots, however many the longest row needs.
-            self._open = [min(self.slots + room, limit) for limit in limits]
-            slots.extend(self.layers, self.state, room, self._open, full)
-
-    def _count_step(self) -> None:
-        assert self.config is not None and self._state is not None
-        evict_after = self.config.evict_after
-        self._steps += 1
-        self._seen += 1
-        over = []
-        for row, budget in enumerate(self.budget):
-            self._live[row] += 1
-            over.append(self._steps >= evict_after and self._live[row] > budget)
-        first = [now and not before for now, before in zip(over, self._evicting, strict=True)]
-        if any(first) and self.config.pool_width > 1:
-            slots.pool(self._state, self.config.pool_width, first, *self._protected)
-        if self._steps == evict_after:
-            self._compact()
-        for row, budget in enumerate(self.budget):
-            if over[row]:
-                self._evicting[row] = True
-                self._live[row] = budget
-        if self._steps >= evict_after:
-            self._grow()
-
-    def _compact(self) -> None:
-        """Once, at the first eviction: keep the top B by (momentum, position), gather every layer into B + 1 slots."""
-        assert self._state is not None
-        budgets = self.budget
-        keep = [min(live, budget) for live, budget in zip(self._live, budgets, strict=True)]
-        # Rows that are still filling up get what they hold and the next bucket, not all of a budget they may never use.
-        capacity = min(max(budgets) + 1, -(-(max(keep) + 1) // _GROWTH) * _GROWTH)
-        self._open = [min(budget + 1, capacity) for budget in budgets]
-        kept = slots.survivors(self._state, keep, *self._protected)
-        slots.gather(self.layers, self._state, kept, keep, self._open, capacity)
-        self._state.free.copy_(slots.column(keep, kept).squeeze(1))
+    @property
+    def _in_step(self) -> bool:
+        return self._running is Phase.DECODE
 
     @property
     def _protected(self) -> tuple[int, int]:
         assert self.config is not None
         return self.config.protect_first, self.config.protect_recent
 
-    def _alive(self) -> Tensor:
-        """[B, S] bool: slots whose token is still in the cache between steps."""
-        assert self._state is not None
-        alive = self._state.positions >= 0
-        if self._phase == "slots":
-            place = torch.arange(alive.shape[1], device=alive.device)
-            alive = alive & (place != self._state.free.unsqueeze(1))
-        return alive
-
     # ------------------------------------------------------------------ rows
 
     def select_rows(self, index: Tensor) -> None:
-        """Row i becomes what row index[i] was: K/V, momentum, positions and counts together (beam search)."""
+        """Make row i what row index[i] was: K/V, momentum, positions and counts together (beam search).
+
+        Args:
+            index: [rows from now on] int64.
+
+        Raises:
+            CacheError: a forward is running, or no row would stay.
+        """
         self._require_idle()
         if self._state is None:
             return
-        same = index.numel() == self.rows
-        slots.select_rows(self.layers, self._state, index)
-        counts = (self._prompt, self._live, self._open, self._evicting)
-        if not same or any(len(set(per_row)) > 1 for per_row in counts):
-            order = index.tolist()
-            self._prompt, self._live, self._open, self._evicting = (
-                [per_row[row] for row in order]
-                for per_row in counts  # type: ignore[misc]
-            )
-        compacted = self._phase == "slots" and self.config is not None and self._steps >= self.config.evict_after
-        if compacted and max(self._open) < self.slots:
-            slots.narrow(self.layers, self._state, max(self._open))  # the row that needed the most is gone
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Reorder the rows for beam search; beam_idx [B] int64."""
-        self.select_rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Keep only these rows; indices is int64 [rows to keep] or a bool mask [B]."""
-        self.select_rows(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        """Repeat every row `repeats` times, copies side by side."""
-        if self._state is not None:
-            self.select_rows(torch.arange(self.rows, device=self._state.free.device).repeat_interleave(repeats))
+        if index.numel() == 0:
+            raise CacheError("No row would stay in the cache: call cache.reset() to empty it.")
+        ledger = self._ledger
+        if index.numel() != self.rows or not ledger.is_uniform:
+            ledger = ledger.select(index.tolist())
+        state = storage.select_rows(self.layers, self._state, index)
+        trimmed = ledger if self.config is None else ledger.trim(self.config)
+        if trimmed.capacity < ledger.capacity:
+            state = storage.narrow(self.layers, state, trimmed.capacity)
+        self._hold(_Contents(None, state, trimmed))
 
     def reset(self) -> None:
         """Forget everything and let the storage go; the cache can then serve any batch size."""
         self._require_idle()
         self._clear()
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refused (SPEC D15), except for 0 tokens.
+    # ------------------------------------------------------------------ what is refused
 
-        Raises:
-            UndoError: always, unless tokens_to_remove is 0.
-        """
-        if tokens_to_remove != 0:
-            raise UndoError(
-                f"crop({tokens_to_remove}) asks to take tokens back, but what they evicted is gone: an eviction cannot"
-                " be undone. Assisted and prompt-lookup decoding need this: use the uncompiled model for them."
-            )
+    def _settings(self) -> Config:
+        if self.config is None:
+            raise CacheError("A decode step needs to know what to keep: make the cache with a Config.")
+        return self.config
 
     def _require_idle(self) -> None:
-        if self._mode != "idle":
+        if self._running is not None:
+            running = "step" if self._in_step else "prompt"
             raise CacheError(
-                f"The cache is inside another {self._mode}: two forwards cannot share one cache at the same time."
+                f"The cache is inside another {running}: two forwards cannot share one cache at the same time."
             )
 
     def _require_rows(self, rows: int) -> None:
@@ -443,6 +407,19 @@ class SlotCache:
                 f"The cache holds {self.rows} sequence(s) and the forward has {rows}: use a new InertiaCache for"
                 " another batch, or call cache.reset() first."
             )
+
+    def _require_columns(self, columns: int) -> None:
+        if not self.layers:
+            raise CacheError(
+                "The body of `with cache.prompt(...)` cached nothing: it must call update for every layer."
+            )
+        for index, layer in enumerate(self.layers):
+            held = 0 if layer.keys is None else layer.keys.shape[2]
+            if held != columns:
+                raise UnsupportedModelError(
+                    f"Layer {index} cached {held} tokens where {columns} were expected: the model does not cache"
+                    " every token in every layer (shared or sliding key-value layers). Use the uncompiled model."
+                )
 
 
 def _real_tokens(rows: int, tokens: int, padding: Tensor | None) -> list[int]:

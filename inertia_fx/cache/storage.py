@@ -1,30 +1,36 @@
-"""The tensors of a sequence: slot buffers per layer and the retention state, and what happens to them between steps.
+"""Storage of a slot cache: slot buffers per layer, the retention state, and what replaces them between decode steps.
 
-Everything here works on whole batches without looking at the device: how many tokens each row keeps is handed in, which
-ones they are stays on the device.
+Everything here works on whole batches without looking at the device: how many tokens each row keeps is handed in (see
+`ledger`), which ones they are stays on the device. Operations that need new buffers put them into the layers and return
+the retention state that goes with them.
+
+B rows, N key-value heads, S slots, D and Dv head widths.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from ..kernels.reference import NO_POSITION, is_protected, next_free
-from ..kernels.triton.plan import runs_triton
+from ..kernels import targets
+from ..kernels.reference import NO_POSITION, mean_momentum
 
 DEAD, CLOSED = float("-inf"), float("inf")
 """Momentum of a slot that may be filled, and of one that is neither attended nor filled."""
 
-_LAST = torch.iinfo(torch.int64).max
-
 
 @dataclasses.dataclass
 class Entry:
-    """The state inside a decode step, once the new token has its slot. All [B, S]."""
+    """The retention state inside a decode step, once the new token has its slot. All [B, S].
+
+    Attributes:
+        live: bool, slots that hold a token: what attention attends to.
+        momentum: fp32.
+        positions: int64, true positions; -1 where there is no token.
+    """
 
     live: Tensor
     momentum: Tensor
@@ -33,12 +39,12 @@ class Entry:
 
 @dataclasses.dataclass
 class RetentionState:
-    """What decides who stays, shared by a group of layers (today: all of them). B rows, S slots.
+    """Momentum and position of every cached token, shared by all layers (SPEC D1).
 
     Attributes:
         momentum: [B, S] fp32; -inf in dead slots, +inf in closed ones.
         positions: [B, S] int64 true positions of the tokens; -1 where there is none.
-        free: [B] int64, the slot that the next token overwrites. What is in it counts as gone.
+        free: [B] int64, the slot that the next token overwrites. What is in it counts as evicted (SPEC E4).
         length: [B] int64, tokens the row has seen (padding not counted): the next token's position.
     """
 
@@ -47,15 +53,48 @@ class RetentionState:
     free: Tensor
     length: Tensor
 
+    @classmethod
+    def empty(cls, rows: int, device: torch.device) -> RetentionState:
+        """Create the state of `rows` sequences without tokens."""
+        none = torch.zeros(rows, 0, device=device)
+        start = torch.zeros(rows, dtype=torch.int64, device=device)
+        return cls(none, none.long(), start, start.clone())
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All four, in the order of the attributes."""
+        return self.momentum, self.positions, self.free, self.length
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> RetentionState:
+        """Apply a function to every tensor; returns a new state."""
+        return RetentionState(*map(function, self.tensors))
+
+    def clone(self) -> RetentionState:
+        """Copy the state, tensors included."""
+        return self.map(Tensor.clone)
+
 
 class SlotLayer:
-    """Keys and values of one layer: [B, N, S, D] and [B, N, S, Dv]. The two widths may differ."""
+    """Keys [B, N, S, D] and values [B, N, S, Dv] of one layer. The two widths may differ."""
 
     keys: Tensor | None = None
     values: Tensor | None = None
 
+    @property
+    def buffers(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer that has cached something."""
+        assert self.keys is not None and self.values is not None
+        return self.keys, self.values
+
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a prompt's columns; returns all columns with the new ones still attached to autograd."""
+        """Append a prompt's columns.
+
+        Args:
+            key, value: [B, N, tokens, D] and [B, N, tokens, Dv].
+
+        Returns:
+            All columns, the new ones still attached to autograd.
+        """
         if self.keys is not None and self.values is not None:
             key = torch.cat([self.keys, key], dim=2)
             value = torch.cat([self.values, value], dim=2)
@@ -63,50 +102,46 @@ class SlotLayer:
         return key, value
 
     def write(self, key: Tensor, value: Tensor, rows: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one token per row into its slot, in place. Traced: this is the whole cache update of a decode step."""
+        """Write one token per row into its slot, in place. Traced: this is the whole cache update of a decode step.
+
+        Args:
+            key, value: [B, N, 1, D] and [B, N, 1, Dv].
+            rows, slots: [B] int64, where they go.
+
+        Returns:
+            The buffers, for attention to read.
+        """
         assert self.keys is not None and self.values is not None
         self.keys[rows, :, slots] = key[:, :, 0]
         self.values[rows, :, slots] = value[:, :, 0]
         return self.keys, self.values
 
 
-def text_order(state: RetentionState, alive: Tensor) -> Tensor:
-    """[B, S] slot indices in the order of the text, slots that are not `alive` behind them."""
-    return torch.where(alive, state.positions, _LAST).argsort(dim=1)
+def nbytes(tensors: Iterable[Tensor | None]) -> int:
+    """Count the bytes that tensors hold: their storages, not views into them, and each storage once."""
+    held = {}
+    for tensor in tensors:
+        if tensor is not None:
+            storage = tensor.untyped_storage()
+            held[storage.data_ptr(), str(tensor.device)] = storage.nbytes()
+    return sum(held.values())
 
 
-def survivors(state: RetentionState, keep: Sequence[int], protect_first: int, protect_recent: int) -> Tensor:
-    """[B, max(keep)] slot indices of each row's top `keep` by (momentum, position), in text order, padded at the end."""
-    alive = state.positions >= 0
-    held = is_protected(state.positions, state.length - 1, protect_first, protect_recent)
-    known = alive & ~state.momentum.isnan()  # a momentum that is not a number goes first, as in next_free
-    rank = torch.where(held, CLOSED, torch.where(known, state.momentum, DEAD))
-    kept = _sortable(rank, state.positions).topk(max(keep), dim=1).indices
-    survives = torch.arange(kept.shape[1], device=kept.device) < column(keep, kept)
-    return kept.gather(1, torch.where(survives, state.positions.gather(1, kept), _LAST).argsort(dim=1))
+def join(state: RetentionState, real: Tensor) -> RetentionState:
+    """Append a prompt's tokens to the state: at their positions, at the mean of the row's live momenta (SPEC D13).
 
-
-def _sortable(momentum: Tensor, positions: Tensor) -> Tensor:
-    """int64 in the order of (momentum, position): of equal momentum the oldest is the smallest (SPEC D7), and no two tie.
-
-    A float's bits order like an integer's, those of negative numbers in reverse; adding 0 makes -0 and 0 the same.
+    Args:
+        real: [B, tokens] bool, false in padding columns.
     """
-    bits = (momentum + 0.0).view(torch.int32).long()
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return (ordered << 32) | (positions + 1)
-
-
-def pool(state: RetentionState, width: int, rows: Sequence[bool], protect_first: int, protect_recent: int) -> None:
-    """In these rows, momentum becomes the largest within (width - 1) / 2 places in text order (SPEC D19)."""
-    alive = state.positions >= 0
-    order = text_order(state, alive)
-    momentum = torch.where(alive, state.momentum, DEAD).gather(1, order).unsqueeze(1)
-    pooled = torch.nn.functional.max_pool1d(momentum, width, stride=1, padding=width // 2).squeeze(1)
-    pooled = torch.empty_like(pooled).scatter_(1, order, pooled)
-    chosen = column(rows, alive)
-    state.momentum.copy_(torch.where(chosen & alive, pooled, state.momentum))
-    free = next_free(state.momentum, state.positions, state.length - 1, protect_first, protect_recent)
-    state.free.copy_(torch.where(chosen.squeeze(1), free, state.free))
+    mean = mean_momentum(state.momentum, state.positions >= 0)
+    index = real.long().cumsum(-1)
+    positions = torch.where(real, state.length.unsqueeze(1) + index - 1, NO_POSITION)
+    return RetentionState(
+        momentum=torch.cat([state.momentum, torch.where(real, mean, CLOSED)], dim=1),
+        positions=torch.cat([state.positions, positions], dim=1),
+        free=state.free,
+        length=state.length + index[:, -1],
+    )
 
 
 def gather(
@@ -116,93 +151,127 @@ def gather(
     counts: Sequence[int],
     limits: Sequence[int],
     capacity: int,
-) -> None:
-    """New buffers of `capacity` slots: each row's first `counts` of `index` [B, n], then dead up to `limits`, then closed."""
-    for layer in layers:
-        layer.keys, layer.values = _take(layer.keys, index, capacity), _take(layer.values, index, capacity)
+) -> RetentionState:
+    """Gather slots into new buffers.
+
+    Args:
+        index: [B, n] int64, slots in the order that they get.
+        counts: per row, how many of them are taken.
+        limits: per row, the slots below which the others may be filled; those from there on are closed.
+        capacity: slots of the new buffers.
+    """
     slots = torch.arange(capacity, device=index.device)
     empty = torch.where(slots < column(limits, index), DEAD, CLOSED)
     full = slots < column(counts, index)
-    index = torch.cat([index, index.new_zeros(index.shape[0], capacity - index.shape[1])], dim=1)
-    state.momentum = torch.where(full, state.momentum.gather(1, index), empty)
-    state.positions = torch.where(full, state.positions.gather(1, index), NO_POSITION)
-    mark_for_compile(layers, state)
+    places = torch.cat([index, index.new_zeros(index.shape[0], capacity - index.shape[1])], dim=1)
+    gathered = dataclasses.replace(
+        state,
+        momentum=torch.where(full, state.momentum.gather(1, places), empty),
+        positions=torch.where(full, state.positions.gather(1, places), NO_POSITION),
+    )
+    return _replace(
+        layers, lambda buffer: targets.target_for(buffer.device.type).gather(buffer, index, capacity), gathered
+    )
 
 
 def extend(
     layers: Sequence[SlotLayer], state: RetentionState, room: int, limits: Sequence[int], full: Sequence[bool]
-) -> None:
-    """`room` more slots, dead up to each row's limit; the next free slot of the `full` rows is the first of them."""
+) -> RetentionState:
+    """Add slots.
+
+    Args:
+        room: how many.
+        limits: per row, the slots below which they may be filled; those from there on are closed.
+        full: per row, whether the next token goes into the first of them.
+    """
     before = state.positions.shape[1]
     slots = torch.arange(before, before + room, device=state.positions.device)
     fresh = torch.where(slots < column(limits, slots), DEAD, CLOSED)
-    for layer in layers:
-        layer.keys, layer.values = _widen(layer.keys, room), _widen(layer.values, room)
-    state.momentum = torch.cat([state.momentum, fresh], dim=1)
-    state.positions = torch.cat([state.positions, state.positions.new_full(fresh.shape, NO_POSITION)], dim=1)
-    state.free = torch.where(column(full, slots).squeeze(1), before, state.free)
-    mark_for_compile(layers, state)
+    extended = dataclasses.replace(
+        state,
+        momentum=torch.cat([state.momentum, fresh], dim=1),
+        positions=torch.cat([state.positions, state.positions.new_full(fresh.shape, NO_POSITION)], dim=1),
+        free=torch.where(column(full, slots).squeeze(1), before, state.free),
+    )
+    return _replace(layers, lambda buffer: _widen(buffer, room), extended)
 
 
-def select_rows(layers: Sequence[SlotLayer], state: RetentionState, index: Tensor) -> None:
-    """Row i becomes what row index[i] was; in place if the number of rows stays, so that addresses stay valid."""
-    same = index.numel() == state.free.numel() and is_writable(layers, state)
-    owners: list[tuple[Any, tuple[str, ...]]] = [(layer, ("keys", "values")) for layer in layers]
-    for owner, names in [*owners, (state, ("momentum", "positions", "free", "length"))]:
-        for name in names:
-            tensor = getattr(owner, name)
-            chosen = tensor.index_select(0, index.to(tensor.device))
-            if same:
-                tensor.copy_(chosen)
-            else:
-                setattr(owner, name, chosen)
-    mark_for_compile(layers, state)
-
-
-def narrow(layers: Sequence[SlotLayer], state: RetentionState, capacity: int) -> None:
+def narrow(layers: Sequence[SlotLayer], state: RetentionState, capacity: int) -> RetentionState:
     """Let go of the slots from `capacity` on, which no row may fill any more."""
-    for layer in layers:
-        assert layer.keys is not None and layer.values is not None
-        layer.keys, layer.values = layer.keys[:, :, :capacity].clone(), layer.values[:, :, :capacity].clone()
-    state.momentum, state.positions = state.momentum[:, :capacity].clone(), state.positions[:, :capacity].clone()
-    mark_for_compile(layers, state)
+    narrowed = dataclasses.replace(
+        state, momentum=state.momentum[:, :capacity].clone(), positions=state.positions[:, :capacity].clone()
+    )
+    return _replace(layers, lambda buffer: buffer[:, :, :capacity].clone(), narrowed)
+
+
+def select_rows(layers: Sequence[SlotLayer], state: RetentionState, index: Tensor) -> RetentionState:
+    """Make row i what row index[i] was; in place if the number of rows stays, so that addresses stay valid.
+
+    Args:
+        index: [rows from now on] int64.
+    """
+
+    def chosen(tensor: Tensor) -> Tensor:
+        return tensor.index_select(0, index.to(tensor.device))
+
+    if index.numel() != state.free.numel() or not is_writable(layers, state):
+        return _replace(layers, chosen, state.map(chosen))
+    for tensor in (*buffers_of(layers), *state.tensors):
+        tensor.copy_(chosen(tensor))
+    return state
 
 
 def is_writable(layers: Sequence[SlotLayer], state: RetentionState) -> bool:
-    """False if a tensor was made under `torch.inference_mode` and we are outside of it."""
+    """Whether tensors may be written: not if one was made under `torch.inference_mode` and we are outside of it."""
     if torch.is_inference_mode_enabled():
         return True
-    tensors = [getattr(state, field.name) for field in dataclasses.fields(state)]
-    tensors += [tensor for layer in layers for tensor in (layer.keys, layer.values)]
-    return not any(tensor.is_inference() for tensor in tensors)
+    return not any(tensor.is_inference() for tensor in (*buffers_of(layers), *state.tensors))
 
 
-def clone(layers: Sequence[SlotLayer], state: RetentionState) -> None:
-    """Fresh tensors with the same contents (those made under `torch.inference_mode` cannot be written outside of it)."""
+def make_writable(layers: Sequence[SlotLayer], state: RetentionState) -> RetentionState:
+    """Copy every tensor, so that those which were made under `torch.inference_mode` can be written outside of it."""
+    return _replace(layers, Tensor.clone, state.clone())
+
+
+def _replace(
+    layers: Sequence[SlotLayer], buffer_of: Callable[[Tensor], Tensor], state: RetentionState
+) -> RetentionState:
+    """Replace every layer's buffers by what `buffer_of` makes of them; returns the state that goes with them.
+
+    Layer by layer: old and new buffers are held at the same time for one layer only.
+    """
     for layer in layers:
-        assert layer.keys is not None and layer.values is not None
-        layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
-    for field in dataclasses.fields(state):
-        setattr(state, field.name, getattr(state, field.name).clone())
+        keys, values = layer.buffers
+        layer.keys, layer.values = buffer_of(keys), buffer_of(values)
+        del keys, values  # before the next layer's are made
     mark_for_compile(layers, state)
+    return state
+
+
+def buffers_of(layers: Sequence[SlotLayer]) -> list[Tensor]:
+    """List the keys and values of all layers, which must have cached something."""
+    return [buffer for layer in layers for buffer in layer.buffers]
 
 
 def mark_for_compile(layers: Sequence[SlotLayer], state: RetentionState) -> None:
-    """What the compiled step may count on.
+    """Tell torch.compile what it may count on.
 
     The slot count is a dynamic dimension: one graph serves every prompt length and budget. The addresses stay: a CUDA
     graph of the step (mode="reduce-overhead") may write to these tensors without copying them first.
     """
-    buffers = [buffer for layer in layers for buffer in (layer.keys, layer.values)]
+    buffers = buffers_of(layers)
     slotted = [*((buffer, 2) for buffer in buffers), (state.momentum, 1), (state.positions, 1)]
     for tensor, dimension in slotted:
         torch._dynamo.mark_dynamic(tensor, dimension)
-    for tensor in (*buffers, state.momentum, state.positions, state.free, state.length):
+    for tensor in (*buffers, *state.tensors):
         torch._dynamo.mark_static_address(tensor, guard=False)
 
 
 def column(per_row: Sequence[int], like: Tensor) -> Tensor:
-    """[B, 1], on the device of `like`. Nothing waits for that device, as a plain copy to it would."""
+    """Make a column [B, 1] of one number per row, on the device of `like`; int64, or bool if they are.
+
+    Nothing waits for that device, as a plain copy to it would.
+    """
     if len(set(per_row)) == 1:
         return torch.full((len(per_row), 1), per_row[0], device=like.device)
     values = torch.tensor(per_row)
@@ -211,31 +280,14 @@ def column(per_row: Sequence[int], like: Tensor) -> Tensor:
     return values.to(like.device, non_blocking=True).unsqueeze(1)
 
 
-def _take(buffer: Tensor | None, index: Tensor, capacity: int) -> Tensor:
-    """[B, N, capacity, D]: first the slots of `index` [B, n], then nothing in particular (never attended)."""
-    assert buffer is not None
-    if runs_triton(buffer.device.type):
-        from ..kernels.triton import state as evict
-
-        return evict.gather(buffer, index, capacity)
-    rows, heads, _, width = buffer.shape
-    result = buffer.new_zeros(rows, heads, capacity, width)
-    taken = index.shape[1]
-    expanded = index[:, None, :, None].expand(rows, heads, taken, width)
-    result[:, :, :taken] = buffer.gather(2, expanded)
+def _widen(buffer: Tensor, room: int) -> Tensor:
+    rows, heads, slots, width = buffer.shape
+    result = buffer.new_zeros(rows, heads, slots + room, width)
+    result[:, :, :slots] = buffer
     return result
 
 
 def _own(tensor: Tensor) -> Tensor:
     """Detached; copied if it is a view into something larger (a fused qkv projection), which it would keep alive."""
     tensor = tensor.detach()
-    alone = tensor.untyped_storage().nbytes() <= tensor.numel() * tensor.element_size()
-    return tensor if alone else tensor.clone()
-
-
-def _widen(buffer: Tensor | None, room: int) -> Tensor:
-    assert buffer is not None
-    rows, heads, slots, width = buffer.shape
-    result = buffer.new_zeros(rows, heads, slots + room, width)
-    result[:, :, :slots] = buffer
-    return result
+    return tensor if nbytes([tensor]) <= tensor.numel() * tensor.element_size() else tensor.clone()

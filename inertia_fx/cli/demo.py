@@ -10,7 +10,6 @@ import inspect
 import pathlib
 import statistics
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from .. import api
+from ..cache.storage import nbytes
 from ..config import CompilerOptions, Config
 from ..errors import ConfigError
 from ..huggingface.cache import InertiaCache
@@ -197,7 +197,7 @@ def _decode(
         right=NUMBER in answer,
         tokens=tokens[:-1],
         cached=len(kept[-1]) if ours else cache.get_seq_length(),
-        nbytes=_nbytes(_buffers(cache)),
+        nbytes=nbytes(_buffers(cache)),
         ms=steady * 1e3,
         compile_seconds=max(0.0, sum(seconds[:WARM_UP]) - WARM_UP * steady),
         kept=kept,
@@ -215,9 +215,3 @@ def _until_end(tokens: list[int], tokenizer: Any) -> list[int]:
 
 def _buffers(cache: Any) -> list[Tensor]:
     return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-
-
-def _nbytes(tensors: Iterable[Tensor]) -> int:
-    """Count what is allocated: storages, each once, not the views into them."""
-    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
-    return sum(storages.values())

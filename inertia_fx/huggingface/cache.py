@@ -1,4 +1,4 @@
-"""The slot cache as a `transformers` cache: what models, `generate` and the mask functions ask of one."""
+"""The slot cache as a transformers cache: what models, `generate` and the mask functions ask of one."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..cache.slot_cache import SlotCache
-from ..cache.storage import SlotLayer
+from ..cache import Phase, SlotCache, SlotLayer
 from ..config import Config
 from ..errors import CacheError, ConfigError, UndoError
 
 
 class InertiaLayer(SlotLayer, CacheLayerMixin):
-    """One layer of an :class:`InertiaCache`. The cache itself does the counting; a layer is its two buffers."""
+    """One layer of an :class:`InertiaCache`: its two buffers. All counting is the cache's."""
 
     is_compileable = False
     is_croppable = False
@@ -29,7 +28,7 @@ class InertiaLayer(SlotLayer, CacheLayerMixin):
         CacheLayerMixin.__init__(self)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the first prompt brings the buffers."""
+        """Do nothing: the first prompt brings the buffers."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         raise CacheError("Layers of an InertiaCache are updated through the cache: call cache.update(...).")
@@ -71,11 +70,20 @@ class InertiaCache(SlotCache, Cache):
         self._given = config
         self._owner: str | None = None
         self._dtype: torch.dtype | None = None
-        self._gathering = False
+        self._prefilling = False
 
     def _bind(self, owner: str, config: Config, layers: int, dtype: torch.dtype) -> None:
-        """Take a model's side, or refuse it. An empty cache belongs to nobody yet, whoever has tried it before."""
-        if self._phase == "empty":
+        """Bind the cache to a compiled model. An empty one belongs to nobody yet, whoever has tried it before.
+
+        Args:
+            owner: which compiled model.
+            config: its settings, unless the cache was given its own.
+            layers, dtype: of the model.
+
+        Raises:
+            CacheError: the cache was filled by another model, or by this one in another dtype.
+        """
+        if self.phase is Phase.EMPTY:
             self._owner, self._dtype, self.config = owner, dtype, self._given or config
             self.layers = [self.layer_class() for _ in range(layers)]
             return
@@ -96,15 +104,16 @@ class InertiaCache(SlotCache, Cache):
 
     @contextmanager
     def _whole_prompt(self) -> Iterator[None]:
-        """Inside `generate`, every forward before the first generated token is prompt, also one of one token (SPEC D16)."""
-        self._gathering = True
+        """Prefill inside `generate`: every forward is prompt, also one of one token (SPEC D16)."""
+        self._prefilling = True
         try:
             yield
         finally:
-            self._gathering = False
+            self._prefilling = False
 
     def _decodes(self, tokens: int) -> bool:
-        return tokens == 1 and self._phase != "empty" and not self._gathering
+        """Whether a forward of so many tokens per row is a decode step."""
+        return tokens == 1 and self.phase is not Phase.EMPTY and not self._prefilling
 
     def reset(self) -> None:
         """Forget everything, the model too; the cache can then serve any model and batch size."""
@@ -113,31 +122,71 @@ class InertiaCache(SlotCache, Cache):
         self.config = self._given
         self.layers = []
 
-    # ------------------------------------------------------------------ what transformers asks
+    # ------------------------------------------------------------------ lengths
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Logical length: tokens seen per row, padding columns included, evicted tokens too (SPEC D9)."""
-        if self._mode == "step" and torch.compiler.is_compiling():
+        if self._in_step and torch.compiler.is_compiling():
             return self._seen_tensor  # type: ignore[return-value]  # an int would be a guard, and a recompile per step
-        return self._seen
+        return self.seen
 
     @contextmanager
     def step(self, rows: int) -> Iterator[None]:
+        """Decode, see :meth:`SlotCache.step`."""
         with super().step(rows):
-            self._seen_tensor = torch.full((), self._seen, device=self.state.free.device)
+            self._seen_tensor = torch.full((), self.seen, device=self.state.free.device)
             yield
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(columns that attention sees, 0): physical, as attention reads what is stored."""
-        return (self.slots, 0) if self._mode == "step" else (self.columns + query_length, 0)
+        return (self.slots, 0) if self._in_step else (self.columns + query_length, 0)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Column of a prompt's first new token."""
-        return self.slots - 1 if self._mode == "step" else self.columns
+        return self.slots - 1 if self._in_step else self.columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """-1: text of any length fits."""
         return -1
+
+    # ------------------------------------------------------------------ rows, and taking tokens back
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Reorder the rows for beam search; beam_idx [B] int64."""
+        self.select_rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows; indices is int64 [rows to keep] or a bool mask [B]."""
+        self.select_rows(indices.nonzero().squeeze(1) if indices.dtype == torch.bool else indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, copies side by side."""
+        if self.rows:
+            self.select_rows(torch.arange(self.rows, device=self.state.free.device).repeat_interleave(repeats))
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to take tokens back (SPEC D15), unless it is none.
+
+        Raises:
+            UndoError: tokens_to_remove is not 0.
+        """
+        if tokens_to_remove != 0:
+            raise UndoError(
+                f"crop({tokens_to_remove}) asks to take tokens back, but what they evicted is gone: an eviction cannot"
+                " be undone. Assisted and prompt-lookup decoding need this: use the uncompiled model for them."
+            )
+
+    def activate_past_recording(self) -> None:
+        """Refuse assisted decoding (SPEC D15).
+
+        Raises:
+            UndoError: always.
+        """
+        raise UndoError(
+            "Assisted decoding takes tokens back, and an eviction cannot be undone: use the uncompiled model."
+        )
+
+    # ------------------------------------------------------------------ what else transformers asks
 
     @property
     def is_compileable(self) -> bool:
@@ -151,22 +200,19 @@ class InertiaCache(SlotCache, Cache):
 
     @property
     def is_initialized(self) -> bool:
-        return self._phase != "empty"
+        """Whether it has cached something."""
+        return self.phase is not Phase.EMPTY
 
     @property
     def batch_size(self) -> int:
+        """Number of sequences, -1 while the cache is empty."""
         return self.rows or -1
-
-    def activate_past_recording(self) -> None:
-        raise UndoError(
-            "Assisted decoding takes tokens back, and an eviction cannot be undone: use the uncompiled model."
-        )
 
     def __len__(self) -> int:
         return len(self.layers)
 
     def __repr__(self) -> str:
-        held = f"rows={self.rows}, seen={self._seen}, slots={self.slots}, budget={self.budget}, nbytes={self.nbytes}"
+        held = f"rows={self.rows}, seen={self.seen}, slots={self.slots}, budget={self.budget}, nbytes={self.nbytes}"
         return f"InertiaCache({held if self.rows else 'empty'}, {self.config!r})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> InertiaCache:

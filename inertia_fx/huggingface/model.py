@@ -118,9 +118,9 @@ class _Compiled:
 
     def _inertia_prompt(self, cache: InertiaCache, batch: int, width: int, arguments: dict[str, Any]) -> Any:
         mask = arguments.get("attention_mask")
-        padding = padding_of(mask, cache._seen, batch, width)
+        padding = padding_of(mask, cache.seen, batch, width)
         with cache.prompt(batch, width, padding):
-            if cache._seen:
+            if cache.seen:
                 arguments["attention_mask"] = cache.columns_mask(width, padding)
             return self._inertia_base.forward(self, **arguments, **{self._inertia.cache_name: cache})
 
@@ -137,9 +137,9 @@ class _Compiled:
                 )
         require_readable_attention(self)
         # Its new column is not read: a decode step's token is real, and looking would make every step wait for the device.
-        check_mask(arguments.pop("attention_mask", None), cache._seen, batch, 1)
+        check_mask(arguments.pop("attention_mask", None), cache.seen, batch, 1)
         if arguments.get("position_ids") is None and "position_ids" in parameters_of(self._inertia_base):
-            arguments["position_ids"] = torch.full((1, 1), cache._seen, device=device)
+            arguments["position_ids"] = torch.full((1, 1), cache.seen, device=device)
         assert cache.config is not None
         additive = config._attn_implementation == "eager"
         step = self._inertia.step(cache.config, cache.refreshing)

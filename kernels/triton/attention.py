@@ -45,7 +45,7 @@ def attend_kernel(
     BLOCK_GROUP: tl.constexpr, BLOCK_SLOTS: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK_VALUE: tl.constexpr,
     SCORED: tl.constexpr, VNORM: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of one split. Grid: (rows * KV heads, splits, chunks of a group). Names ending in an axis are strides."""
+    """Sum one split. Grid: (rows * KV heads, splits, chunks of a group). Names ending in an axis are strides."""
     row = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = tl.program_id(0) % kv_heads
     split = tl.program_id(1)
@@ -124,7 +124,7 @@ def attend_kernel(
 
 @triton.jit
 def _largest_and_total(stats, heads, inside, splits, HEADS: tl.constexpr, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of each head, over all splits: the largest logit (0 if everything is masked), and the sum of exponentials."""
+    """Find each head's largest logit over all splits (0 if everything is masked), and the sum of exponentials."""
     largest = tl.full([HEADS], -float("inf"), tl.float32)
     total = tl.zeros([HEADS], tl.float32)
     for first in range(0, splits, SPLITS):
@@ -148,7 +148,7 @@ def merge_kernel(
     BLOCK_SLOTS: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr,
     SCORED: tl.constexpr, VNORM: tl.constexpr, ENTROPY: tl.constexpr, BLEND: tl.constexpr,
 ):  # fmt: skip
-    """Output and scores. Grid: (rows, query heads + blocks of slots); without scores (rows, query heads).
+    """Merge the splits to output and scores. Grid: (rows, query heads + blocks of slots); without scores (rows, query heads).
 
     The grid alone would keep the scores from being written, but torch reads what a kernel may write off its code: it
     would take `scores`, which is then the mask, for written to, and copy the mask for every layer.

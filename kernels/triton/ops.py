@@ -1,4 +1,4 @@
-"""The Triton kernels as operators (`torch.library.triton_op`); imported only where there is Triton to run them.
+"""Wrap the Triton kernels as operators (`torch.library.triton_op`); imported only where there is Triton to run them.
 
 `lower` puts them into graphs on CUDA and ROCm devices. torch.compile sees through them: Inductor plans their buffers
 and launches the kernels from its own code, without a dispatch per operator. On any other device an operator is its
@@ -22,7 +22,7 @@ def _processors(tensor: Tensor) -> int:
 
 @triton_op("inertia_fx::triton_slot_attention", mutates_args={})
 def slot_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float, kv_heads: int) -> Tensor:
-    """See :func:`inertia_fx.kernels.reference.slot_attention`."""
+    """Attend as :func:`inertia_fx.kernels.reference.slot_attention` does."""
     if not query.is_cuda:
         return reference.slot_attention(query, key, value, mask, scale, kv_heads)
     output, _ = attention.scored_attention(
@@ -35,7 +35,7 @@ def slot_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scal
 def scored_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, live: Tensor, scale: float, kv_heads: int, scorer: str
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`inertia_fx.kernels.reference.scored_attention`."""
+    """Attend and score as :func:`inertia_fx.kernels.reference.scored_attention` does."""
     if not query.is_cuda:
         return reference.scored_attention(query, key, value, mask, live, scale, kv_heads, scorer)
     output, scores = attention.scored_attention(
@@ -59,7 +59,7 @@ def blended_attention(
     old_weight: float,
     new_weight: float,
 ) -> tuple[Tensor, Tensor]:
-    """Scored attention whose second result is old_weight * old + new_weight * s: a layer's momentum update in place of s."""
+    """Attend, score and update the momentum: the second result is old_weight * old + new_weight * s, in place of s."""
     if not query.is_cuda:
         output, scores = reference.scored_attention(query, key, value, mask, live, scale, kv_heads, scorer)
         return output, reference.blend(old, scores, old_weight, new_weight)
@@ -73,7 +73,7 @@ def blended_attention(
 
 @triton_op("inertia_fx::triton_enter", mutates_args={})
 def enter(momentum: Tensor, positions: Tensor, free: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """See :func:`inertia_fx.kernels.reference.enter`."""
+    """Enter the new token as :func:`inertia_fx.kernels.reference.enter` does."""
     if not momentum.is_cuda:
         return reference.enter(momentum, positions, free, length)
     return rows.enter(momentum, positions, free, length)
@@ -91,7 +91,7 @@ def evict(
     protect_first: int,
     protect_recent: int,
 ) -> None:
-    """See :func:`inertia_fx.kernels.evict.evict`."""
+    """See :func:`inertia_fx.kernels.triton.state.evict`."""
     if not momentum.is_cuda:
         moved = torch.where(new_positions >= 0, moved, marks)
         free.copy_(reference.next_free(moved, new_positions, length, protect_first, protect_recent))

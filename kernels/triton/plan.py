@@ -1,4 +1,4 @@
-"""How the Triton kernels are cut to a device: tile sizes, warps, splits. Pure functions of numbers; needs no GPU.
+"""Cut the Triton kernels to a device: tile sizes, warps, splits. Pure functions of numbers; needs no GPU.
 
 Decode attention reads every key and value once and does next to nothing with them, so what counts is bytes in flight:
 enough programs to fill the chip, each with a few tiles under way. `benchmarks/roofline.py` prints what these choices
@@ -47,12 +47,12 @@ class Plan:
 
 
 def power_of_two(number: int, least: int = 16) -> int:
-    """The smallest power of two that is not below `number`, nor below `least`."""
+    """Find the smallest power of two that is not below `number`, nor below `least`."""
     return max(least, 1 << (number - 1).bit_length())
 
 
 def plan_for(groups: int, width: int, value_width: int, itemsize: int, hip: bool = False) -> Plan:
-    """The plan for G = `groups` query heads per KV head, head widths D and Dv, and `itemsize` bytes per element.
+    """Plan the kernels for G = `groups` query heads per KV head, head widths D and Dv, and `itemsize` bytes per element.
 
     Keys and values are read once for up to 64 query heads of a group (16 in fp32); a larger group (multi-query
     attention) takes several programs, whose second reading comes out of the L2 cache. AMD's compute units have 64 KiB
@@ -72,7 +72,7 @@ def plan_for(groups: int, width: int, value_width: int, itemsize: int, hip: bool
 
 
 def splits_for(programs: Any, slots: Any, processors: int, block_slots: int) -> Any:
-    """Into how many pieces the slots are split. `programs` is batch size times KV heads (times chunks of a group).
+    """Choose into how many pieces the slots are split. `programs` is batch size times KV heads (times chunks of a group).
 
     Few programs: as many splits as fill the chip, but none without a tile of its own. Many programs: the last, partly
     filled wave is what costs, so of the splits up to 4 the one that fills its waves best, and the fewest of equals;
@@ -95,19 +95,19 @@ def splits_for(programs: Any, slots: Any, processors: int, block_slots: int) -> 
 
 
 def _filled(programs: int, capacity: int) -> float:
-    """The share of the places in its waves that `programs` programs fill."""
+    """Compute the share of the places in its waves that `programs` programs fill."""
     waves = -(-programs // capacity)
     return programs / (waves * capacity)
 
 
 @functools.cache
 def runs_triton(device_type: str) -> bool:
-    """Whether our Triton kernels run on such a device ("cuda" is ROCm's name as well)."""
+    """Tell whether our Triton kernels run on such a device ("cuda" is ROCm's name as well)."""
     return device_type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def refusal(query: Any, key: Any, value: Any) -> str | None:
-    """Why the kernels do not take these tensors; ``None`` if they do."""
+    """Say why the kernels do not take these tensors; ``None`` if they do."""
     if {query.dtype, key.dtype, value.dtype} - set(DTYPES) or query.dtype != key.dtype:
         return f"{key.dtype} (the kernels take bfloat16, float16 and float32)"
     widest = max(int(query.shape[-1]), int(value.shape[-1]))

@@ -1,4 +1,4 @@
-"""A row's bookkeeping in Triton, one launch each for all rows (needs `triton`): who enters, who leaves, who stays.
+"""State kernels in Triton (needs `triton`): enter a token, evict the one of least use, gather slots; a launch each for all rows.
 
     enter    start of a step: the new token takes the free slot, at the mean of the row's other live momenta
     evict    end of a step: momentum, positions, length written back in place; next free slot = argmin (m, position)
@@ -19,7 +19,7 @@ BLOCK_SLOTS, BLOCK_COPY = 1024, 32
 """Slots per turn of a row's loop; slots per program of the copy."""
 
 _NO_SLOT = tl.constexpr(torch.iinfo(torch.int32).max)
-_NO_POSITION = tl.constexpr(torch.iinfo(torch.int64).max)
+_POSITION_MAX = tl.constexpr(torch.iinfo(torch.int64).max)
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def enter_kernel(
     momentum, positions, free, length, new_momentum, new_positions, slots,
     momentum_row, momentum_slot, positions_row, positions_slot, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows,). Two turns over the slots: the mean, then the state with the new token in it."""
+    """Enter the new token. Grid: (rows,). Two turns over the slots: the mean, then the state with the new token in it."""
     row = tl.program_id(0).to(tl.int64)
     taken = tl.load(free + row)
     position = tl.load(length + row)
@@ -57,13 +57,16 @@ def evict_kernel(
     momentum_row, momentum_slot, positions_row, positions_slot,
     moved_row, moved_slot, marks_row, marks_slot, new_row, new_slot, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows,). Every lane keeps the best of its slots by (momentum, position, slot); at the end the best lane's."""
+    """Choose the next free slot and write the state. Grid: (rows,).
+
+    Every lane keeps the best of its slots by (momentum, position, slot); at the end the best lane's is chosen.
+    """
     row = tl.program_id(0).to(tl.int64)
     position = tl.load(length + row)
     momentum += row * momentum_row
     positions += row * positions_row
     least = tl.full([BLOCK], float("inf"), tl.float32)
-    oldest = tl.full([BLOCK], _NO_POSITION, tl.int64)
+    oldest = tl.full([BLOCK], _POSITION_MAX, tl.int64)
     best = tl.full([BLOCK], _NO_SLOT, tl.int32)
     for first in range(0, slots, BLOCK):
         slot = first + tl.arange(0, BLOCK)
@@ -84,7 +87,7 @@ def evict_kernel(
         oldest = tl.where(better, where, oldest)
         best = tl.where(better, slot, best)
     smallest = least == tl.min(least, 0)
-    first_position = tl.min(tl.where(smallest, oldest, _NO_POSITION), 0)
+    first_position = tl.min(tl.where(smallest, oldest, _POSITION_MAX), 0)
     chosen = tl.min(tl.where(smallest & (oldest == first_position), best, _NO_SLOT), 0)
     tl.store(free + row, chosen.to(tl.int64))
     tl.store(length + row, position + 1)
@@ -95,7 +98,7 @@ def gather_kernel(
     buffer, index, result, kv_heads, taken, capacity, buffer_row, buffer_head, buffer_slot, buffer_width,
     WIDTH: tl.constexpr, BLOCK_WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid: (rows * KV heads, blocks of slots). Slots beyond `taken` become 0."""
+    """Copy chosen slots. Grid: (rows * KV heads, blocks of slots). Slots beyond `taken` become 0."""
     row = (tl.program_id(0) // kv_heads).to(tl.int64)
     head = tl.program_id(0) % kv_heads
     slot = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -111,7 +114,7 @@ def gather_kernel(
 
 
 def enter(momentum: Tensor, positions: Tensor, free: Tensor, length: Tensor) -> tuple[Tensor, Tensor]:
-    """As :func:`inertia_fx.kernels.reference.enter`."""
+    """Enter the new token into the state, as :func:`inertia_fx.kernels.reference.enter`."""
     rows, slots = positions.shape
     new_momentum, new_positions = momentum.new_empty(rows, slots), positions.new_empty(rows, slots)
     wrap_triton(enter_kernel)[(rows,)](
@@ -132,7 +135,7 @@ def evict(
     protect_first: int,
     protect_recent: int,
 ) -> None:
-    """End of a step, in place.
+    """Choose the next free slot and write the state back, in place.
 
     Args:
         momentum, positions, free, length: the state, see `inertia_fx.slots.RetentionState`; overwritten.
@@ -150,7 +153,7 @@ def evict(
 
 
 def gather(buffer: Tensor, index: Tensor, capacity: int) -> Tensor:
-    """[B, N, capacity, D]: the slots `index` [B, n] int64 of `buffer` [B, N, S, D], then zeros. Called outside of graphs."""
+    """Gather the slots `index` [B, n] int64 of `buffer` [B, N, S, D], then zeros: [B, N, capacity, D]. Outside of graphs."""
     rows, kv_heads, _, width = buffer.shape
     result = buffer.new_empty(rows, kv_heads, capacity, width)
     gather_kernel[(rows * kv_heads, triton.cdiv(capacity, BLOCK_COPY))](

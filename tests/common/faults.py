@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import math
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,17 +12,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from inertia_fx import Config, config, passes
+from inertia_fx import Config, backend, config, passes
+from inertia_fx.cache import eviction
 from inertia_fx.cache import slot_cache as cache
 from inertia_fx.cache import storage as slots
+from inertia_fx.cache.ledger import Ledger, Phase
 from inertia_fx.huggingface import model as huggingface
 from inertia_fx.huggingface.cache import InertiaCache
-from inertia_fx.kernels import reference
+from inertia_fx.kernels import reference, targets
+from inertia_fx.passes import emit_scores
+from inertia_fx.passes.contract import require_marker
+from inertia_fx.passes.nodes import emit
+from inertia_fx.passes.update_momentum import scores_of, update_momentum_pass
 
 Patch = pytest.MonkeyPatch
 
-momentum_pass = importlib.import_module("inertia_fx.passes.update_momentum")  # the package has a function of this name
-evict_pass = importlib.import_module("inertia_fx.passes.evict")
+
+def instead_of(patch: Patch, name: str, run: Callable[..., Any]) -> None:
+    """Put a pass in the place of one of ours."""
+    run.__name__ = f"{name}_pass"
+    changed = tuple(run if passes.name_of(ours) == name else ours for ours in passes.PASSES)
+    assert changed != passes.PASSES
+    patch.setattr(backend, "PASSES", changed)
 
 
 def alpha_swapped(patch: Patch) -> None:
@@ -33,18 +42,15 @@ def alpha_swapped(patch: Patch) -> None:
 
 
 def layers_in_reverse(patch: Patch) -> None:
-    def update(rewrite: Any) -> Any:
-        real = momentum_pass.update_momentum(rewrite)
-        moved, alpha = rewrite.marker.new_momentum, rewrite.options.alpha
-        for score in reversed(rewrite.scores):
-            moved = rewrite.emit(rewrite.marker.node, reference.blend, moved, score, alpha, 1 - alpha)
-        rewrite.momentum = rewrite.emit(
-            rewrite.marker.node, torch.where, rewrite.live, moved, rewrite.marker.new_momentum
-        )
-        return real
+    def update(gm: Any, example_inputs: Any, *, options: Any) -> Any:
+        marker = require_marker(gm)
+        moved = marker.new_momentum
+        for score in reversed(scores_of(gm.graph)):
+            moved = emit(gm.graph, marker.node, reference.blend, moved, score, options.alpha, 1 - options.alpha)
+        marker.set_momentum(moved)
+        return gm
 
-    find, emit, _, *rest = passes.PASSES
-    patch.setattr(passes, "PASSES", (find, emit, update, *rest))
+    instead_of(patch, "update_momentum", update)
 
 
 def entering(patch: Patch, momentum_of: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
@@ -79,12 +85,12 @@ def mean_with_the_evicted_token(patch: Patch) -> None:
 
 
 def tokens_of_a_later_prompt_at_zero(patch: Patch) -> None:
-    patch.setattr(cache, "mean_momentum", lambda momentum, live: torch.zeros(len(momentum), 1))
+    patch.setattr(slots, "mean_momentum", lambda momentum, live: torch.zeros(len(momentum), 1))
 
 
 def choosing(patch: Patch, choose: Callable[..., Tensor]) -> None:
     """Patch the choice of the next free slot, in the graph and on the host."""
-    for module in (evict_pass, slots):
+    for module in (reference, eviction):
         patch.setattr(module, "next_free", choose)
 
 
@@ -108,7 +114,7 @@ def compaction_by_topk(patch: Patch) -> None:
         order = torch.where(stays, state.positions.gather(1, kept), 10**6).argsort(dim=1)
         return kept.gather(1, order)
 
-    patch.setattr(slots, "survivors", survivors)
+    patch.setattr(eviction, "survivors", survivors)
 
 
 def eviction_before_attention(patch: Patch) -> None:
@@ -116,7 +122,7 @@ def eviction_before_attention(patch: Patch) -> None:
 
     def enter(self: Any) -> Any:
         entry = real(self)
-        victim = reference.next_free(entry.momentum, entry.positions, self._state.length, 0, 0)
+        victim = reference.next_free(entry.momentum, entry.positions, self.state.length, 0, 0)
         gone = torch.arange(entry.positions.shape[1]) == victim.unsqueeze(1)
         positions = torch.where(gone, -1, entry.positions)
         return slots.Entry(positions >= 0, torch.where(gone, -math.inf, entry.momentum), positions)
@@ -190,19 +196,14 @@ def score_free_scores_on(patch: Patch) -> None:
 
 
 def momentum_decays_between_refreshes(patch: Patch) -> None:
-    real = momentum_pass.update_momentum
+    def update(gm: Any, example_inputs: Any, *, options: Any) -> Any:
+        gm = update_momentum_pass(gm, example_inputs, options=options)
+        if not options.score:
+            marker = require_marker(gm)
+            marker.set_momentum(emit(gm.graph, marker.node, torch.mul, marker.new_momentum, 0.9))
+        return gm
 
-    def update(rewrite: Any) -> Any:
-        result = real(rewrite)
-        if not rewrite.scores:
-            rewrite.momentum = rewrite.emit(
-                rewrite.marker.node, torch.where, rewrite.live,
-                rewrite.emit(rewrite.marker.node, torch.mul, rewrite.momentum, 0.9), rewrite.momentum,
-            )  # fmt: skip
-        return result
-
-    find, emit, _, *rest = passes.PASSES
-    patch.setattr(passes, "PASSES", (find, emit, update, *rest))
+    instead_of(patch, "update_momentum", update)
 
 
 def scoring(patch: Patch, scores_of: Callable[..., Tensor]) -> None:
@@ -218,16 +219,20 @@ def scoring(patch: Patch, scores_of: Callable[..., Tensor]) -> None:
 def scores_not_renormalised(patch: Patch) -> None:
     """As if the evicted tokens still had their part of the softmax: scores sum to the share of the text that is cached."""
 
-    def share(score: Tensor, live: Tensor, length: Tensor) -> Tensor:
-        return score * (live.sum(-1, keepdim=True) / (length.unsqueeze(1) + 1))
+    def share(score: Tensor, positions: Tensor, length: Tensor) -> Tensor:
+        return score * ((positions >= 0).sum(-1, keepdim=True) / (length.unsqueeze(1) + 1))
 
-    def update(rewrite: Any) -> Any:
-        length = rewrite.marker.length
-        rewrite.scores = tuple(rewrite.emit(s.next, share, s, rewrite.live, length) for s in rewrite.scores)
-        return momentum_pass.update_momentum(rewrite)
+    def update(gm: Any, example_inputs: Any, *, options: Any) -> Any:
+        gm = update_momentum_pass(gm, example_inputs, options=options)
+        marker = require_marker(gm)
+        for score in scores_of(gm.graph):
+            blends = list(score.users)
+            shared = emit(gm.graph, score.next, share, score, marker.new_positions, marker.length)
+            for blend in blends:
+                blend.replace_input_with(score, shared)
+        return gm
 
-    find, emit, _, *rest = passes.PASSES
-    patch.setattr(passes, "PASSES", (find, emit, update, *rest))
+    instead_of(patch, "update_momentum", update)
 
 
 def softmax_in_bf16(patch: Patch) -> None:
@@ -294,7 +299,7 @@ def momentum_of_the_model(patch: Patch, use: Callable[[Tensor, Tensor], Any]) ->
     @contextlib.contextmanager
     def step(self: Any, rows: int) -> Any:
         with real(self, rows):
-            momentum = self._state.momentum
+            momentum = self.state.momentum
             if momentum.shape in held:
                 use(momentum, held[momentum.shape])
             yield
@@ -309,8 +314,8 @@ def two_leave_at_once(patch: Patch) -> None:
 
     def alive(self: Any) -> Tensor:
         held = real(self)
-        oldest = torch.where(held, self._state.positions, 10**6).argmin(1, keepdim=True)
-        hidden = self._seen % 2 == 0 and self._phase == "slots"
+        oldest = torch.where(held, self.state.positions, 10**6).argmin(1, keepdim=True)
+        hidden = self.seen % 2 == 0 and self.phase is Phase.DECODE
         return held.scatter(1, oldest, False) if hidden else held
 
     patch.setattr(cache.SlotCache, "_alive", alive)
@@ -318,15 +323,15 @@ def two_leave_at_once(patch: Patch) -> None:
 
 def stale_free_slot(patch: Patch) -> None:
     """The slot to overwrite is chosen by the momentum from before the step's update."""
-    real = evict_pass._write_back
+    real = targets.REFERENCE.commit
 
-    def write_back(momentum: Tensor, positions: Tensor, free: Tensor, length: Tensor, *rest: Any) -> Tensor:
+    def commit(momentum: Tensor, positions: Tensor, free: Tensor, length: Tensor, *rest: Any) -> Tensor:
         stale = momentum.clone()
         result = real(momentum, positions, free, length, *rest)
-        free.copy_(reference.next_free(stale, positions, length - 1, rest[2], rest[3]))
+        free.copy_(reference.next_free(stale, positions, length - 1, rest[3], rest[4]))
         return result
 
-    patch.setattr(evict_pass, "_write_back", write_back)
+    patch.setattr(targets, "REFERENCE", dataclasses.replace(targets.REFERENCE, commit=commit))
 
 
 def free_slot_never_moves(patch: Patch) -> None:
@@ -342,22 +347,16 @@ def values_not_written(patch: Patch) -> None:
 
 
 def second_turn_goes_on_counting(patch: Patch) -> None:
-    real = cache.SlotCache._join
-
-    def join(self: Any, *given: Any) -> None:
-        steps = self._steps
-        real(self, *given)
-        self._steps = steps
-
-    patch.setattr(cache.SlotCache, "_join", join)
+    real = Ledger.add_prompt
+    patch.setattr(Ledger, "add_prompt", lambda self, *given: dataclasses.replace(real(self, *given), steps=self.steps))
 
 
 def nothing_compacted(patch: Patch) -> None:
     """Evicted tokens are gone, their storage is not: the buffers stay as long as the prompt."""
     real = slots.gather
 
-    def gather(layers: Any, state: Any, index: Tensor, counts: Any, limits: Any, capacity: int) -> None:
-        real(layers, state, index, counts, limits, capacity + 30)
+    def gather(layers: Any, state: Any, index: Tensor, counts: Any, limits: Any, capacity: int) -> Any:
+        return real(layers, state, index, counts, limits, capacity + 30)
 
     patch.setattr(slots, "gather", gather)
 
@@ -372,58 +371,54 @@ def views_keep_the_prompt_alive(patch: Patch) -> None:
         whole[:, :, : index.shape[1]] = buffer.gather(2, expanded)
         return whole[:, :, :capacity]
 
-    patch.setattr(slots, "_take", take)
+    patch.setattr(targets, "REFERENCE", dataclasses.replace(targets.REFERENCE, gather=take))
 
 
 def reordering_forgets_momentum(patch: Patch) -> None:
     real = slots.select_rows
 
-    def select(layers: Any, state: Any, index: Tensor) -> None:
+    def select(layers: Any, state: Any, index: Tensor) -> Any:
         momentum = state.momentum.clone()
-        real(layers, state, index)
-        if state.momentum.shape == momentum.shape:
-            state.momentum.copy_(momentum)
+        selected = real(layers, state, index)
+        if selected.momentum.shape == momentum.shape:
+            selected.momentum.copy_(momentum)
+        return selected
 
     patch.setattr(slots, "select_rows", select)
 
 
 def saving_forgets_the_step(patch: Patch) -> None:
     real = InertiaCache.__getstate__
-    patch.setattr(InertiaCache, "__getstate__", lambda self: real(self) | {"_steps": 0})
+    patch.setattr(
+        InertiaCache, "__getstate__", lambda self: real(self) | {"_ledger": dataclasses.replace(self._ledger, steps=0)}
+    )
 
 
 def failure_keeps_the_state(patch: Patch) -> None:
-    """A step that fails after its graph has run is not taken back: no field of the state is saved before it."""
-    patch.setattr(cache, "dataclasses", types.SimpleNamespace(fields=lambda state: [], replace=dataclasses.replace))
+    """A step that fails after its graph has run is not taken back: what is kept of the state before it is no copy."""
+    patch.setattr(slots.RetentionState, "clone", lambda self: self)
 
 
 def reset_keeps_the_count(patch: Patch) -> None:
     real = cache.SlotCache._clear
 
     def clear(self: Any) -> None:
-        steps = getattr(self, "_steps", 0)
+        steps = self._ledger.steps
         real(self)
-        self._steps = steps
+        self._ledger = dataclasses.replace(self._ledger, steps=steps)
 
     second_turn_goes_on_counting(patch)
     patch.setattr(cache.SlotCache, "_clear", clear)
 
 
 def pooling_forgotten(patch: Patch) -> None:
-    patch.setattr(slots, "pool", lambda *given: None)
+    patch.setattr(eviction, "pool", lambda *given: None)
 
 
 def first_eviction_takes_one_step_longer(patch: Patch) -> None:
-    real = cache.SlotCache._compact
-
-    def compact(self: Any) -> None:
-        self._steps -= 1
-        if self._steps >= self.config.evict_after:
-            real(self)
-        else:
-            self._steps += 1
-
-    patch.setattr(cache.SlotCache, "_compact", compact)
+    """The counts evict, storage does not yet."""
+    real = Ledger.add_step
+    patch.setattr(Ledger, "add_step", lambda self, config: dataclasses.replace(real(self, config), compaction=None))
 
 
 def protected_off_by_one(patch: Patch) -> None:
@@ -459,8 +454,7 @@ def sum_that_forgets(patch: Patch) -> None:
 
 
 def first_layer_instead_of_last(patch: Patch) -> None:
-    emit_pass = importlib.import_module("inertia_fx.passes.emit_scores")
-    patch.setattr(emit_pass, "_is_scored", lambda rewrite, layer: rewrite.options.score and layer == 0)
+    patch.setattr(emit_scores, "_is_scored", lambda layer, layers, options: options.score and layer == 0)
 
 
 def momentum_in_bf16(patch: Patch) -> None:

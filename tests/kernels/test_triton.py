@@ -17,7 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from inertia_fx.cache import storage as slot_buffers
 from inertia_fx.kernels import reference, targets
 from inertia_fx.kernels.triton import attention as scored_attention
 from inertia_fx.kernels.triton import ops as triton_ops
@@ -205,7 +204,7 @@ def test_gather(dtype: torch.dtype, width: int, taken: int, room: int, turned: b
         buffer = torch.randn(2, 50, 3, width).to(dtype).transpose(1, 2)
     index = torch.randint(0, 50, (2, taken))
     got, _ = interpreted.run(evict.gather, buffer, index, taken + room)
-    assert torch.equal(got, slot_buffers._take(buffer, index, taken + room))
+    assert torch.equal(got, targets.REFERENCE.gather(buffer, index, taken + room))
 
 
 # ---------------------------------------------------------------------- traced for a CUDA device
@@ -276,7 +275,7 @@ def test_lowered_to_kernels(on_triton: None, options: dict[str, Any], expect: di
     results = run_all(gm, **options)
     assert operators(gm) == expect | {"triton_enter": 1, "triton_evict": 1}
     assert (len(results["lower"].matched), len(results["lower_enter"].matched)) == (3, 1)
-    # The mask, and the liveness where scores are read, are written to memory once for all layers.
+    # The mask, and the validity where scores are read, are written to memory once for all layers.
     assert count(gm)["as_strided"] == (1 if options.get("score") is False else 2)
     assert count(gm)["copy_"] == count(gm)["argmin"] == count(gm)["amin"] == 0
 

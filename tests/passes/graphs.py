@@ -103,6 +103,28 @@ def steps(model: spellings.TinyDecoder, cache: SlotCache, number: int, **options
     return [token.tolist() for token in tokens], retained
 
 
+class OtherwiseInOneLayer(spellings.TinyDecoder):
+    """A decoder one of whose layers attends otherwise."""
+
+    other: Any = None
+    usual: Any = None
+    place = 1
+
+    @classmethod
+    def attending(cls, other: Any, place: int = 1, usual: Any = spellings.sdpa_repeat) -> type[OtherwiseInOneLayer]:
+        members = {"other": staticmethod(other), "usual": staticmethod(usual), "place": place}
+        return type("OtherwiseInOneLayer", (cls,), members)
+
+    def blocks(self, tokens: Any, attend: Any, cache: Any) -> Any:
+        x = self.embed(tokens) * 2
+        for index, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
+            q, k, v = qkv(x).unflatten(-1, (-1, self.width)).transpose(1, 2).split([4, 2, 2], dim=1)
+            keys, values = cache.update(k, v, index)
+            self.attention = self.other if index == self.place else self.usual
+            x = x + out(attend(q, keys, values).transpose(1, 2).flatten(2))
+        return self.head(x)
+
+
 class Step:
     """A decode step's graph with what it was called with, on a cache of ten tokens and on one of several hundred.
 

@@ -13,7 +13,7 @@ from inertia_fx.passes import attention_sites, find_attention, prove_attention
 from inertia_fx.passes.contract import SITE, take_matches
 from tests.common import spellings
 from tests.passes import hostile
-from tests.passes.graphs import Step, fresh_dynamo, options_of, run_until, traced  # noqa: F401
+from tests.passes.graphs import OtherwiseInOneLayer, Step, fresh_dynamo, options_of, run_until, traced  # noqa: F401
 
 FORMS = [pytest.param(form, id=f"{kind}: {form.__name__}") for kind, forms in hostile.KINDS.items() for form in forms]
 
@@ -84,21 +84,8 @@ def test_running_it_sees_writes_that_nobody_looked_for(form: Any, monkeypatch: p
     assert "its output differs" in refusal(found(form, monkeypatch))
 
 
-class OtherwiseInOneLayer(spellings.TinyDecoder):
-    """Layer 2 attends through fp8."""
-
-    def blocks(self, tokens: Any, attend: Any, cache: Any) -> Any:
-        x = self.embed(tokens) * 2
-        for index, (qkv, out) in enumerate(zip(self.qkv, self.out, strict=True)):
-            q, k, v = qkv(x).unflatten(-1, (-1, self.width)).transpose(1, 2).split([4, 2, 2], dim=1)
-            keys, values = cache.update(k, v, index)
-            self.attention = hostile.keys_through_fp8 if index == 2 else spellings.sdpa_gqa
-            x = x + out(attend(q, keys, values).transpose(1, 2).flatten(2))
-        return self.head(x)
-
-
 def test_every_layer_is_proved_not_the_first_one_alone() -> None:
-    gm = traced(decoder=OtherwiseInOneLayer, layers=4)
+    gm = traced(decoder=OtherwiseInOneLayer.attending(hostile.keys_through_fp8, 2), layers=4)
     with pytest.raises(errors.UnsupportedAttentionError) as caught:
         run_until(gm, "prove_attention")
     assert caught.value.layer == 2

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inertia_fx import Config, errors, passes
-from inertia_fx.cache.storage import RetentionState, survivors
+from inertia_fx.cache import RetentionState
+from inertia_fx.cache.eviction import survivors
 from inertia_fx.kernels.reference import enter, next_free
 from inertia_fx.verify.check.metrics import tie
 from inertia_fx.verify.testing import strategies, synthetic

@@ -16,9 +16,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
+from torch._dynamo.exc import BackendCompilerFailed
 
 import inertia_fx
 from inertia_fx import Config, verify
+from inertia_fx.errors import UnsupportedAttentionError
+from inertia_fx.passes import prove_attention
 from inertia_fx.verify.testing import DecoderContract, strategies, synthetic
 from inertia_fx.verify.testing.synthetic import DifferentialRun
 from tests.common import cache_machine, faults, models, propositions
@@ -225,6 +228,8 @@ def test_fault_is_caught(plant: Callable[[Patch], None], monkeypatch: Patch) -> 
     monkeypatch.setattr(sys.modules[__name__], "planted", True)
     # Compiled steps are cached across tests; a fault must meet none, and leave none.
     monkeypatch.setattr(synthetic, "_compiled", functools.cache(synthetic._compiled.__wrapped__))
+    # The passes would refuse some of these before any check is asked: see the next test.
+    monkeypatch.setattr(prove_attention._Proof, "run", lambda proof: 0.0)
     plant(monkeypatch)
     for name in (names,) if isinstance(names, str) else names:
         with pytest.raises((AssertionError, pytest.fail.Exception)) as caught:
@@ -237,3 +242,21 @@ def test_fault_is_caught(plant: Callable[[Patch], None], monkeypatch: Patch) -> 
             if (path := pathlib.Path(entry.path)).is_relative_to(ours[0]) or path.is_relative_to(ours[1])
         ]
         assert raised[-1].is_relative_to(ours[0]) or "verify" in raised[-1].parts
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        faults.softmax_in_bf16, faults.first_query_head_of_each_group, faults.first_kv_head_alone,
+        faults.pooled_over_the_batch, faults.scores_of_another_slot, faults.groups_interleaved,
+    ],
+    ids=lambda plant: plant.__name__,
+)  # fmt: skip
+def test_the_rewrites_own_proof_sees_it(plant: Callable[[Patch], None], monkeypatch: Patch) -> None:
+    """Faults in the attention's replacement and in its scores are refused where the rewrite is made."""
+    monkeypatch.setattr(synthetic, "_compiled", functools.cache(synthetic._compiled.__wrapped__))
+    plant(monkeypatch)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        CHECKS["lists"]()
+    assert isinstance(caught.value.inner_exception, UnsupportedAttentionError)
+    assert "tried on a small state" in caught.value.inner_exception.reason
