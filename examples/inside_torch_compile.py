@@ -45,7 +45,7 @@ def write(model: Decoder, step: Callable[..., Tensor], cache: SlotCache, prompt:
         token = model.prompt(prompt, cache).argmax(-1, keepdim=True)
     text = [token.item()]
     for _ in range(tokens - 1):
-        position = torch.full((1, 1), cache.get_seq_length())
+        position = torch.full((1, 1), cache.seen)
         noise = -torch.empty(1, model.head.out_features).exponential_().log()
         with cache.step(rows=1):
             token = step(token, position, cache, noise)

@@ -111,7 +111,7 @@ def main() -> None:
 
     cache, differences = largest_difference(model, Config(ratio=0.75, min_budget=8), text, prompt=120)
     kept = cache.retained_positions()
-    print(f"a quarter of 120 tokens: {len(kept[0])} kept after 40 steps, of {cache.get_seq_length()} seen")
+    print(f"a quarter of 120 tokens: {len(kept[0])} kept after 40 steps, of {cache.seen} seen")
     print(f"  at step 1: {differences[0]:.1e}, it still sees all; at step 40: {differences[-1]:.1e}")
     assert cache.budget == [30, 30] == [len(row) for row in kept]
     assert differences[0] < 1e-4 < differences[-1], "step 1 reads every token and evicts afterwards"

@@ -57,7 +57,7 @@ def test_a_refusal_reaches_the_user_and_changes_nothing() -> None:
         steps(model, cache, 1)
     assert isinstance(caught.value.inner_exception, errors.PositionBiasError)
     assert [positions.tolist() for positions in cache.retained_positions()] == before
-    assert cache.get_seq_length() == 10
+    assert cache.seen == 10
     model.attention = spellings.sdpa_gqa
     _, retained = steps(model, cache, 1)
     _, expect = steps(model, prompted(model), 1)
