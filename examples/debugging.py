@@ -74,7 +74,7 @@ def main() -> None:
         record.dump(folder)
         for file in sorted(path for path in pathlib.Path(folder).rglob("*") if path.is_file()):
             print(f"{file.relative_to(folder)}: {len(file.read_text().splitlines())} lines")
-    marker = "torch.ops.inertia_fx.retain"  # what `cache.leave` left in the traced graph
+    marker = "torch.ops.inertia_fx.commit_step"  # what `cache.leave` left in the traced graph
     assert marker in record.before
     assert marker not in record.after, "the eviction took its place"
 

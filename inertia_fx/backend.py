@@ -149,7 +149,8 @@ def _compile_inner(gm: fx.GraphModule, example_inputs: list[Tensor], settings: B
         if settings.mode is not None and settings.mode != "default":
             patches = torch._inductor.list_mode_options(settings.mode)
         patches = {name.replace("-", "_"): value for name, value in patches.items()}
-        return compile_fx(gm, example_inputs, config_patches=patches or None)
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches or None)
+        return compiled
     compiler = settings.backend
     if isinstance(compiler, str):
         compiler = torch._dynamo.lookup_backend(compiler)

@@ -1,6 +1,6 @@
 """Define the operators that a decode graph carries between the passes (`torch.library`).
 
-`retain` is the marker: traced code calls it once, at the end of a step, with the sequence's state and slot buffers.
+`commit_step` is the marker: traced code calls it once, at the end of a step, with the sequence's state and slot buffers.
 It does the right thing by itself (the step then decodes with a momentum that never moves), and the passes rewrite it.
 The attention operators exist between `emit_scores` and `lower`.
 """
@@ -13,8 +13,8 @@ from torch import Tensor
 from .kernels import reference
 
 
-@torch.library.custom_op("inertia_fx::retain", mutates_args=("momentum", "positions", "free", "length"))
-def retain(
+@torch.library.custom_op("inertia_fx::commit_step", mutates_args=("momentum", "positions", "free", "length"))
+def commit_step(
     momentum: Tensor,
     positions: Tensor,
     free: Tensor,
@@ -43,7 +43,7 @@ def retain(
     length.add_(1)
 
 
-@retain.register_fake
+@commit_step.register_fake
 def _(momentum, positions, free, length, new_momentum, new_positions, keys, values, protect_first, protect_recent):  # type: ignore[no-untyped-def]
     return None
 

@@ -68,7 +68,7 @@ class Pass(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Marker:
-    """The call of `inertia_fx::retain` in a graph, with its arguments by name (see `inertia_fx.ops.retain`)."""
+    """The call of `inertia_fx::commit_step` in a graph, with its arguments by name (see `inertia_fx.ops.commit_step`)."""
 
     node: fx.Node
     momentum: fx.Node
@@ -122,7 +122,7 @@ def find_marker(graph: fx.Graph) -> Marker | None:
     Raises:
         UnsupportedAttentionError: the graph holds more than one.
     """
-    packet = torch.ops.inertia_fx.retain
+    packet = torch.ops.inertia_fx.commit_step
     nodes = [node for node in graph.nodes if node.op == "call_function" and node.target in (packet, packet.default)]
     if not nodes:
         return None
@@ -181,7 +181,8 @@ class AttentionSite:
 
     def __str__(self) -> str:
         heads = f"{self.kv_heads * self.groups} query / {self.kv_heads} key-value heads"
-        return f"{self.form}, {heads}, scale {self.scale}"
+        scale = f"{self.scale:.6g}" if isinstance(self.scale, float) else self.scale
+        return f"{self.form}, {heads}, scale {scale}"
 
 
 def attention_sites(graph: fx.Graph) -> tuple[AttentionSite, ...]:

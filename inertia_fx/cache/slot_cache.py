@@ -18,7 +18,7 @@ from torch import Tensor
 from ..config import Config
 from ..errors import CacheError, UnsupportedModelError
 from ..kernels.reference import enter
-from ..ops import retain
+from ..ops import commit_step
 from . import eviction, storage
 from .ledger import Ledger, Phase
 from .storage import Entry, RetentionState, SlotLayer
@@ -335,7 +335,7 @@ class SlotCache:
         """Leave the step, at its end (traced): the marker. Writes the state back and chooses the slot to overwrite next."""
         assert self._state is not None
         state = self._state
-        retain(
+        commit_step(
             state.momentum,
             state.positions,
             state.free,

@@ -16,8 +16,8 @@ from inertia_fx.errors import PositionBiasError, UnsupportedAttentionError
 from inertia_fx.passes import PASSES, MatchRecord, PassResult, find_marker, name_of, run_passes
 from tests.common import spellings
 from tests.common.commands import invoke, save_tiny
+from tests.common.graphs import options_of, traced
 from tests.common.models import tiny
-from tests.passes.graphs import options_of, traced
 
 
 @pytest.fixture
@@ -53,9 +53,9 @@ def test_explain_reports_every_layer_and_shows_the_first(
     assert ".mean(dim = (1, 2))" in after, "the scores"
     assert " * 0.8" in after, "the momentum"
     assert "l_cache_layers_1_keys" not in after
-    assert marker.count("retain") == 2
+    assert marker.count("commit_step") == 2
     assert "l_cache_state_free.copy_(argmin)" in end
-    assert "retain" not in end
+    assert "commit_step" not in end
     assert max(map(len, before.splitlines())) <= 80
     assert sorted(path.name for path in (tmp_path / "dump").iterdir()) == [
         "after.py", "before.py", "passes", "report.txt",

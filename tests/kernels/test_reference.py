@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from inertia_fx import ops
 from inertia_fx.kernels import cpu as inductor_cpu
 from inertia_fx.kernels import reference
-
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+from tests.kernels.definitions import TOLERANCE, additive, definition, states
 
 shapes = st.fixed_dictionaries(
     {
@@ -41,37 +40,6 @@ def draw(
     live = torch.rand(rows, slots, generator=generator) < 0.7
     live[:, seed % slots] = True
     return query, key, value, live
-
-
-def definition(
-    query: Any, key: Any, value: Any, live: Any, scale: float, scorer: str, softcap: float = 0.0, sink: Any = None
-) -> tuple[Any, Any]:
-    """Row by row, head by head, in fp64, over the live slots only."""
-    rows, heads = query.shape[:2]
-    groups = heads // key.shape[1]
-    output = torch.zeros(rows, heads, 1, value.shape[3], dtype=torch.float64)
-    scores = torch.zeros(rows, key.shape[2], dtype=torch.float64)
-    for row in range(rows):
-        slots = live[row].nonzero().squeeze(1)
-        pooled = torch.zeros(len(slots), dtype=torch.float64)
-        for head in range(heads):
-            k, v = key[row, head // groups, slots].double(), value[row, head // groups, slots].double()
-            logits = k @ query[row, head, 0].double() * scale
-            logits = softcap * (logits / softcap).tanh() if softcap else logits
-            weights = logits.exp()
-            p = weights / (weights.sum() + (0 if sink is None else sink[head].double().exp()))
-            output[row, head, 0] = p @ v
-            norms = v.norm(dim=1)
-            pooled += p * (norms / norms.mean()) if scorer == "vnorm" else p
-        pooled /= heads
-        if scorer == "entropy":  # of one token it is 0 (or what a sink leaves of it): ln(1) is no divisor
-            pooled = pooled * float(-(pooled * pooled.log()).nansum() / math.log(max(len(slots), 2)))
-        scores[row, slots] = pooled
-    return output, scores
-
-
-def additive(live: Any) -> Any:
-    return torch.where(live, 0.0, -math.inf)[:, None, None, :]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -172,20 +140,6 @@ def test_same_as_sdpa(shape: dict[str, int]) -> None:
     )
 
 
-@st.composite
-def states(draw: Any) -> tuple[Any, Any, Any]:
-    """Momentum with ties, dead (-inf) and closed (+inf) slots, positions in any order."""
-    slots = draw(st.integers(1, 12))
-    kinds = draw(st.lists(st.sampled_from(["live", "live", "live", "dead", "closed"]), min_size=slots, max_size=slots))
-    values = draw(st.lists(st.sampled_from([0.0, 0.1, 0.1, 0.25, 3.0]), min_size=slots, max_size=slots))
-    order = draw(st.permutations(range(slots)))
-    momentum = [
-        {"live": value, "dead": -math.inf, "closed": math.inf}[kind] for kind, value in zip(kinds, values, strict=True)
-    ]
-    positions = [place if kind == "live" else -1 for kind, place in zip(kinds, order, strict=True)]
-    return kinds, momentum, positions
-
-
 @settings(max_examples=200, deadline=None)
 @given(state=states(), first=st.integers(0, 3), recent=st.integers(0, 3))
 def test_next_free(state: Any, first: int, recent: int) -> None:
@@ -247,4 +201,4 @@ def test_opcheck(dtype: torch.dtype) -> None:
     torch.library.opcheck(torch.ops.inertia_fx.blend, (momentum, momentum * 2, 0.8, 0.2))
     state = (momentum, positions, torch.zeros(2, dtype=torch.int64), torch.full((2,), 9))
     new = (momentum * 2, positions.clone(), [key, key.clone()], [value, value.clone()])
-    torch.library.opcheck(torch.ops.inertia_fx.retain, (*state, *new, 1, 2))
+    torch.library.opcheck(torch.ops.inertia_fx.commit_step, (*state, *new, 1, 2))

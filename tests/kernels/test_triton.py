@@ -27,8 +27,8 @@ from inertia_fx.passes.lower import lower_pass
 from inertia_fx.passes.nodes import emit
 from inertia_fx.passes.update_momentum import scores_of
 from tests.common import interpreted, spellings
-from tests.kernels.test_reference import TOLERANCE, additive, definition, states
-from tests.passes.graphs import count, options_of, prompted, run_all, run_until, steps, traced
+from tests.common.graphs import count, options_of, prompted, run_all, run_until, steps, traced
+from tests.kernels.definitions import TOLERANCE, additive, definition, states
 
 # Scores come from fp32 sums of products of the inputs, in any dtype; outputs from probabilities in the inputs' dtype.
 SCORES = 1e-5

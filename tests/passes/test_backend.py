@@ -12,7 +12,7 @@ from inertia_fx import debug, errors
 from inertia_fx.backend import inertia
 from inertia_fx.cache import SlotCache
 from tests.common import spellings
-from tests.passes.graphs import fresh_dynamo, prompted, steps, traced  # noqa: F401
+from tests.common.graphs import fresh_dynamo, prompted, steps, traced  # noqa: F401
 
 
 @pytest.mark.parametrize("form", spellings.MATCHED)

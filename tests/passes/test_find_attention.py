@@ -12,7 +12,7 @@ from inertia_fx import errors
 from inertia_fx.passes import attention_sites
 from inertia_fx.passes.contract import take_matches
 from tests.common import spellings
-from tests.passes.graphs import count, fresh_dynamo, marker_of, prompted, run_until, steps, traced  # noqa: F401
+from tests.common.graphs import count, fresh_dynamo, marker_of, prompted, run_until, steps, traced  # noqa: F401
 
 
 @pytest.mark.parametrize("form", spellings.MATCHED)

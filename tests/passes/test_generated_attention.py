@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from inertia_fx.errors import UnsupportedAttentionError
-from tests.passes.graphs import Step
+from tests.common.graphs import Step
 
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
 SCALE = 1 / math.sqrt(WIDTH)

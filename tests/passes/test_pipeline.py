@@ -12,12 +12,12 @@ from inertia_fx.passes import PASSES, attention_sites, name_of
 from inertia_fx.passes.contract import take_matches
 from inertia_fx.passes.update_momentum import scores_of
 from tests.common import spellings
-from tests.passes.graphs import count, fresh_dynamo, marker_of, options_of, run_all, run_until, traced  # noqa: F401
+from tests.common.graphs import count, fresh_dynamo, marker_of, options_of, run_all, run_until, traced  # noqa: F401
 
 
 def test_operators_before_and_after() -> None:
     gm = traced()
-    retain, packet = torch.ops.inertia_fx.retain.default, torch.ops.inertia_fx.retain
+    marker, packet = torch.ops.inertia_fx.commit_step.default, torch.ops.inertia_fx.commit_step
     scored, unscored = torch.ops.inertia_fx.scored_attention.default, torch.ops.inertia_fx.slot_attention.default
     by_name = {name_of(run): run for run in PASSES}
 
@@ -29,7 +29,7 @@ def test_operators_before_and_after() -> None:
 
     run("inline_regions")
     assert count(gm)[F.scaled_dot_product_attention] == 2
-    assert count(gm)[retain] + count(gm)[packet] == 1
+    assert count(gm)[marker] + count(gm)[packet] == 1
     run("find_attention")
     before = str(gm.graph)
     assert len(attention_sites(gm.graph)) == 2
@@ -51,9 +51,9 @@ def test_operators_before_and_after() -> None:
     assert count(gm)[torch.softmax] == 2
     (outlined,) = run("outline_layers")
     assert (outlined.matched, outlined.detail) == (False, "the inner compiler takes the graph as it stands")
-    assert count(gm)[retain] + count(gm)[packet] == 1
+    assert count(gm)[marker] + count(gm)[packet] == 1
     run("evict")
-    assert count(gm)[retain] + count(gm)[packet] == 0
+    assert count(gm)[marker] + count(gm)[packet] == 0
     assert count(gm)["copy_"] == 3
 
 

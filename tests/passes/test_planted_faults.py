@@ -15,8 +15,8 @@ import torch.nn.functional as F
 
 from inertia_fx.errors import UnsupportedAttentionError
 from inertia_fx.passes import aliasing, check_mask, find_attention, prove_attention, slices
+from tests.common.graphs import OtherwiseInOneLayer, fresh_dynamo, run_until, traced  # noqa: F401
 from tests.passes import hostile
-from tests.passes.graphs import OtherwiseInOneLayer, fresh_dynamo, run_until, traced  # noqa: F401
 
 Patch = pytest.MonkeyPatch
 

@@ -12,8 +12,8 @@ from inertia_fx import errors
 from inertia_fx.passes import attention_sites, find_attention, prove_attention
 from inertia_fx.passes.contract import SITE, take_matches
 from tests.common import spellings
+from tests.common.graphs import OtherwiseInOneLayer, Step, fresh_dynamo, options_of, run_until, traced  # noqa: F401
 from tests.passes import hostile
-from tests.passes.graphs import OtherwiseInOneLayer, Step, fresh_dynamo, options_of, run_until, traced  # noqa: F401
 
 FORMS = [pytest.param(form, id=f"{kind}: {form.__name__}") for kind, forms in hostile.KINDS.items() for form in forms]
 
@@ -36,7 +36,7 @@ def test_what_is_right_is_matched_however_it_is_spelled(form: Any) -> None:
     step = Step(form)
     gm = step.rewritten()
     assert step.difference(gm) < 1e-5
-    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.inertia_fx.retain)
+    assert not gm.graph.find_nodes(op="call_function", target=torch.ops.inertia_fx.commit_step)
 
 
 def test_every_kind_has_neighbours() -> None:

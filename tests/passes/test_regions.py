@@ -14,7 +14,7 @@ from inertia_fx.passes.contract import take_matches
 from inertia_fx.passes.inline_regions import inline_regions_pass
 from inertia_fx.passes.outline_layers import outline_layers_pass
 from tests.common import spellings
-from tests.passes.graphs import count, fresh_dynamo, marker_of, options_of, prompted, run_all, run_until, steps, traced  # noqa: F401
+from tests.common.graphs import count, fresh_dynamo, marker_of, options_of, prompted, run_all, run_until, steps, traced  # noqa: F401
 
 CALL = torch.ops.higher_order.invoke_subgraph
 

@@ -14,7 +14,7 @@ from inertia_fx.backend import inertia
 from inertia_fx.passes import OPTIONAL, PASSES, name_of, record_match, run_passes
 from inertia_fx.passes.prove_attention import prove_attention_pass
 from tests.common import models, spellings
-from tests.passes.graphs import count, fresh_dynamo, options_of, prompted, run_all, steps, traced  # noqa: F401
+from tests.common.graphs import count, fresh_dynamo, options_of, prompted, run_all, steps, traced  # noqa: F401
 
 NEEDED = [name_of(run) for run in PASSES if name_of(run) not in OPTIONAL]
 
@@ -127,7 +127,7 @@ def raises_pass(gm: Any, example_inputs: Any, *, options: Any) -> Any:
 def keeps_the_marker_pass(gm: Any, example_inputs: Any, *, options: Any) -> Any:
     (state, *_) = gm.graph.find_nodes(op="placeholder")
     with gm.graph.inserting_before(gm.graph.output_node()):
-        gm.graph.call_function(torch.ops.inertia_fx.retain.default, (state,) * 6 + ([], [], 0, 0))
+        gm.graph.call_function(torch.ops.inertia_fx.commit_step.default, (state,) * 6 + ([], [], 0, 0))
     return gm
 
 

@@ -16,7 +16,7 @@ from inertia_fx.passes import PASSES, name_of
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 COMPILE_ONE_STEP = """
-from tests.passes.graphs import prompted, steps
+from tests.common.graphs import prompted, steps
 from tests.common import spellings
 
 model = spellings.TinyDecoder()
@@ -75,7 +75,7 @@ def test_they_are_the_graphs(artifacts: dict[str, tuple[dict[str, Any], str]]) -
     attention, ours, marker = (
         "_nn.scaled_dot_product_attention(",
         "ops.inertia_fx.scored_attention",
-        "ops.inertia_fx.retain",
+        "ops.inertia_fx.commit_step",
     )
     assert text["05_emit_scores_before"].count(attention) == 2
     assert text["05_emit_scores_before"].count(ours) == 0

@@ -34,7 +34,7 @@ def test_the_signature_is_the_promised_one() -> None:
         "ratio": 0.9, "alpha": 0.8, "refresh_every": 1, "evict_after": 1, "pool_width": 1, "budget": None,
         "min_budget": 64, "aggregator": "ema", "scorer": "attention", "alpha_time": None, "alpha_layer": None,
         "protect_first": 0, "protect_recent": 0, "backend": "inductor", "mode": None, "options": None, "regions": True,
-        "warm_start": False,
+        "disable_passes": (), "warm_start": False,
     }  # fmt: skip
     assert all(parameters[name].kind is inspect.Parameter.KEYWORD_ONLY for name in defaults if name != "config")
     assert parameters["aggregator"].annotation == Literal["ema", "cumulative", "single_step"]
