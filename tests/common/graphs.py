@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 import inertia_fx
 from inertia_fx import debug
 from inertia_fx.cache import SlotCache
+from inertia_fx.kernels import targets
 from inertia_fx.passes import PASSES, Marker, PassOptions, PassResult, find_marker, name_of, run_passes
 from tests.common import spellings
 
@@ -187,3 +189,9 @@ def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
     for node in graph.nodes:
         nodes[node] = result.node_copy(node, nodes.__getitem__)
     return result
+
+
+def lower_to_triton(patch: pytest.MonkeyPatch) -> None:
+    """Lower as on a CUDA device. The operators' bodies are then their definitions, as the tensors are on the CPU."""
+    target = dataclasses.replace(targets._triton(), gather=targets.REFERENCE.gather)
+    patch.setattr(targets, "target_for", lambda device, inner=None: target)

@@ -27,7 +27,7 @@ from inertia_fx.passes.lower import lower_pass
 from inertia_fx.passes.nodes import emit
 from inertia_fx.passes.update_momentum import scores_of
 from tests.common import interpreted, spellings
-from tests.common.graphs import count, options_of, prompted, run_all, run_until, steps, traced
+from tests.common.graphs import count, lower_to_triton, options_of, prompted, run_all, run_until, steps, traced
 from tests.kernels.definitions import TOLERANCE, additive, definition, states
 
 # Scores come from fp32 sums of products of the inputs, in any dtype; outputs from probabilities in the inputs' dtype.
@@ -249,7 +249,7 @@ def test_the_slot_count_stays_symbolic(scorer: str | None) -> None:
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower as on a CUDA device. The operators' bodies are then their definitions, as the tensors are on the CPU."""
     torch._dynamo.reset()
-    monkeypatch.setattr(targets, "target_for", lambda device, inner=None: targets._triton())
+    lower_to_triton(monkeypatch)
 
 
 def operators(gm: Any) -> dict[str, int]:
@@ -327,7 +327,7 @@ def test_decodes_as_without_kernels(backend: str, options: dict[str, Any], monke
     model = spellings.TinyDecoder(layers=3)
     expect = steps(model, prompted(model, 12, 2), 10, **options)
     torch._dynamo.reset()
-    monkeypatch.setattr(targets, "target_for", lambda device, inner=None: targets._triton())
+    lower_to_triton(monkeypatch)
     assert steps(model, prompted(model, 12, 2), 10, **({"backend": backend} | options)) == expect
 
 

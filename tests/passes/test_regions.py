@@ -9,12 +9,22 @@ import torch
 import torch.nn.functional as F
 
 from inertia_fx import debug, errors
-from inertia_fx.kernels import targets
 from inertia_fx.passes.contract import take_matches
 from inertia_fx.passes.inline_regions import inline_regions_pass
 from inertia_fx.passes.outline_layers import outline_layers_pass
 from tests.common import spellings
-from tests.common.graphs import count, fresh_dynamo, marker_of, options_of, prompted, run_all, run_until, steps, traced  # noqa: F401
+from tests.common.graphs import (  # noqa: F401
+    count,
+    fresh_dynamo,
+    lower_to_triton,
+    marker_of,
+    options_of,
+    prompted,
+    run_all,
+    run_until,
+    steps,
+    traced,
+)
 
 CALL = torch.ops.higher_order.invoke_subgraph
 
@@ -86,7 +96,7 @@ def test_regions_change_nothing(options: dict[str, Any]) -> None:
 def test_layers_with_triton_kernels_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would call the operators of a region one by one, instead of compiling what they launch into the step."""
     pytest.importorskip("triton")
-    monkeypatch.setattr(targets, "target_for", lambda device, inner=None: targets._triton())
+    lower_to_triton(monkeypatch)
     gm = traced(layers=4)
     matched, skipped = outlined(gm)
     assert matched == ()
