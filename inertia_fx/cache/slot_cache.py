@@ -186,7 +186,7 @@ class SlotCache:
             torch.ones(rows, tokens, dtype=torch.bool, device=device) if padding is None else padding.to(device).bool()
         )
         if self._state is None:
-            empty = torch.zeros(rows, 0, device=device)
+            empty = torch.zeros(rows, 0, dtype=torch.float32, device=device)
             start = torch.zeros(rows, dtype=torch.int64, device=device)
             self._state = RetentionState(empty, empty.long(), start, start.clone())
             self._prompt, self._live, self._open = [0] * rows, [0] * rows, [0] * rows

@@ -121,7 +121,7 @@ def gather(
     for layer in layers:
         layer.keys, layer.values = _take(layer.keys, index, capacity), _take(layer.values, index, capacity)
     slots = torch.arange(capacity, device=index.device)
-    empty = torch.where(slots < column(limits, index), DEAD, CLOSED)
+    empty = torch.where(slots < column(limits, index), DEAD, CLOSED).to(state.momentum.dtype)
     full = slots < column(counts, index)
     index = torch.cat([index, index.new_zeros(index.shape[0], capacity - index.shape[1])], dim=1)
     state.momentum = torch.where(full, state.momentum.gather(1, index), empty)
@@ -135,7 +135,7 @@ def extend(
     """`room` more slots, dead up to each row's limit; the next free slot of the `full` rows is the first of them."""
     before = state.positions.shape[1]
     slots = torch.arange(before, before + room, device=state.positions.device)
-    fresh = torch.where(slots < column(limits, slots), DEAD, CLOSED)
+    fresh = torch.where(slots < column(limits, slots), DEAD, CLOSED).to(state.momentum.dtype)
     for layer in layers:
         layer.keys, layer.values = _widen(layer.keys, room), _widen(layer.values, room)
     state.momentum = torch.cat([state.momentum, fresh], dim=1)
