@@ -193,9 +193,29 @@ def filled_with_a_tensor(q, k, v, live, extra):  # type: ignore[no-untyped-def]
     return F.softmax(torch.where(live, q @ repeat(k).mT * SCALE, lowest), -1) @ repeat(v)
 
 
+def named_unsqueeze(q, k, v, live, extra):  # type: ignore[no-untyped-def]
+    k, v = (torch.unsqueeze(input=x, dim=2).expand(-1, -1, 2, -1, -1).flatten(1, 2) for x in (k, v))
+    weights = torch.dropout(F.softmax(q @ k.mT * SCALE + hidden(live), -1), p=0.1, train=False)
+    return weights @ v
+
+
+def test_keys_expanded_without_a_new_dimension_are_no_crash() -> None:
+    def form(q: Any, k: Any, v: Any, live: Any, extra: Any) -> Any:
+        return sdpa(q, k.expand(-1, -1, -1, -1).reshape(k.shape), v, live)
+
+    assert "its keys are not a slot buffer" in right_or_refused(form)
+
+
 @pytest.mark.parametrize(
     "form",
-    [summands_of_zeros, summands_of_full, summands_of_ten_thousand, filled_with_a_tensor, *hostile.SPELLINGS],
+    [
+        named_unsqueeze,
+        summands_of_zeros,
+        summands_of_full,
+        summands_of_ten_thousand,
+        filled_with_a_tensor,
+        *hostile.SPELLINGS,
+    ],
     ids=lambda form: form.__name__,
 )
 def test_what_is_right_is_matched_with_dead_slots_too(form: Any) -> None:
