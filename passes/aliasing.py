@@ -113,7 +113,8 @@ def _effects(node: fx.Node, known: dict[Any, tuple[Any, ...]]) -> Effects:
         return Effects()
     inputs = [other for other in node.all_input_nodes if _holds_tensors(example(other))]
     if any(example(other) is None for other in node.all_input_nodes):
-        inputs = list(node.all_input_nodes)
+        # Sizes are no memory: taken for it, they would join all that is shaped with them.
+        inputs = [other for other in node.all_input_nodes if not isinstance(example(other), torch.SymInt)]
         return Effects(tuple(inputs), tuple(inputs), known=False)
     if not inputs:
         return Effects(known=node.op != "call_module")

@@ -7,17 +7,25 @@ it is not matched but run, on a handful of slots and on more than any window is 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from ..errors import PositionBiasError
 from .contract import Marker, Refusal
-from .nodes import ancestors, shape_of
+from .nodes import ancestors, describe, shape_of
 from .slices import Runner, Slicer, SmallState
 
-STATES = (SmallState(slots=8, rows=2, seed=0), SmallState(slots=140_000, rows=2, seed=1))
-"""What masks are tried on. The second has more slots than windows are wide, and positions 10^6 apart."""
+STATES = (
+    SmallState(slots=8, rows=2, seed=0),
+    SmallState(slots=140_000, rows=2, seed=1),
+    SmallState(slots=9, rows=2, seed=2, text=9),
+)
+"""What masks are tried on. The second has more slots than windows are wide, and positions 10^6 apart; the third is short."""
+
+HIDDEN = -1e4
+"""What hides a slot is not above this: logits of slots that are attended to may well be negative."""
 
 
 def check_mask(mask: fx.Node, kind: str, end: fx.Node, marker: Marker, slicer: Slicer) -> None:
@@ -53,6 +61,23 @@ def check_mask(mask: fx.Node, kind: str, end: fx.Node, marker: Marker, slicer: S
             )
 
 
+def check_fill(fill: Any, end: fx.Node, slicer: Slicer) -> None:
+    """Check that what is filled in for the logits of hidden slots hides them whatever the other logits are.
+
+    Raises:
+        Refusal: it is too large, or no constant.
+    """
+    if isinstance(fill, fx.Node):
+        if slicer.is_foreign(fill):
+            raise Refusal(f"its hidden slots get logits that are computed, by {describe(fill)}")
+        runner = Runner(slicer.marker, STATES[0], torch.float32, wide=False)
+        piece = slicer.cut([fill], end)
+        fill = runner.run(piece, runner.draw(piece))[fill]
+    largest = torch.as_tensor(fill).max().item()
+    if not largest <= HIDDEN:  # nor is NaN
+        raise Refusal(f"its hidden slots get the logit {largest:g}, which attended ones may fall below")
+
+
 def _hides(mask: Tensor, kind: str, valid: Tensor) -> bool:
     """Whether a mask's value hides all but the valid slots."""
     try:
@@ -63,4 +88,4 @@ def _hides(mask: Tensor, kind: str, valid: Tensor) -> bool:
         return torch.equal(mask if kind == "keep" else ~mask, valid) if mask.dtype == torch.bool else False
     attended = torch.where(valid, mask.float(), 0.0)
     hidden = torch.where(valid, -math.inf, mask.float())
-    return bool((attended == 0).all()) and bool((hidden < -1e4).all())
+    return bool((attended == 0).all()) and bool((hidden <= HIDDEN).all())

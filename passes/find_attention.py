@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 
 from ..errors import UnsupportedAttentionError
-from .check_mask import check_mask
+from .check_mask import check_fill, check_mask
 from .contract import SITE, AttentionSite, Marker, PassOptions, Refusal, record_match, record_skip, require_marker
 from .nodes import (
     adds,
@@ -55,6 +55,8 @@ class _Candidate:
     mask: Any
     mask_kind: str
     scale: Any
+    fill: Any = None
+    """What hidden slots get as logits, where the mask is filled in."""
 
 
 def find_attention_pass(gm: fx.GraphModule, example_inputs: list[Tensor], *, options: PassOptions) -> fx.GraphModule:
@@ -155,7 +157,7 @@ def _read_sdpa(node: fx.Node) -> _Candidate:
 def _read_softmax(node: fx.Node, marker: Marker) -> _Candidate:
     if argument(node, 1, "dim") not in (-1, 3):
         raise Refusal("its softmax does not run over the last dimension")
-    logits, scale, masks = _read_logits(argument(node, 0, "input"), marker)
+    logits, scale, masks, fill = _read_logits(argument(node, 0, "input"), marker)
     query, key = _read_product(logits)
     output, value = _read_output(node)
     if len(masks) > 1:
@@ -164,12 +166,13 @@ def _read_softmax(node: fx.Node, marker: Marker) -> _Candidate:
             f" beneath them is {describe(logits)}"
         )
     mask, kind = masks[0] if masks else (None, "add")
-    return _Candidate("softmax", output, query, key, value, mask, kind, scale)
+    return _Candidate("softmax", output, query, key, value, mask, kind, scale, fill)
 
 
-def _read_logits(logits: Any, marker: Marker) -> tuple[Any, Any, list[tuple[Any, str]]]:
-    """Walk from softmax's input to the product with the keys: (product, scale, masks with their kinds)."""
+def _read_logits(logits: Any, marker: Marker) -> tuple[Any, Any, list[tuple[Any, str]], Any]:
+    """Walk from softmax's input to the product with the keys: (product, scale, masks with their kinds, what is filled in)."""
     scale: Any = 1.0
+    fill: Any = None
     masks: list[tuple[Any, str]] = []
     while True:
         logits = unwrap_cast(logits)
@@ -182,21 +185,23 @@ def _read_logits(logits: Any, marker: Marker) -> tuple[Any, Any, list[tuple[Any,
             masks.append((mask, "add"))
         elif calls(logits, "masked_fill", torch.masked_fill):
             masks.append((argument(logits, 1, "mask"), "hide"))
+            fill = argument(logits, 2, "value")
             logits = argument(logits, 0, "input")
         elif calls(logits, "", torch.where) and (chosen := _read_where(logits, marker)) is not None:
-            logits, mask = chosen
+            logits, mask, fill = chosen
             masks.append(mask)
         elif calls(logits, "mul", operator.mul, torch.mul) or calls(logits, "div", operator.truediv, torch.div):
             logits, scale = _read_scale(logits, scale, marker)
         else:
-            return logits, scale, masks
+            return logits, scale, masks, fill
 
 
-def _read_where(node: fx.Node, marker: Marker) -> tuple[Any, tuple[Any, str]] | None:
+def _read_where(node: fx.Node, marker: Marker) -> tuple[Any, tuple[Any, str], Any] | None:
+    """(the logits, the mask with its kind, what is filled in)."""
     condition, chosen, other = (argument(node, i, name) for i, name in enumerate(("condition", "input", "other")))
     if _reads(chosen, marker):
-        return chosen, (condition, "keep")
-    return (other, (condition, "hide")) if _reads(other, marker) else None
+        return chosen, (condition, "keep"), other
+    return (other, (condition, "hide"), chosen) if _reads(other, marker) else None
 
 
 def _read_scale(node: fx.Node, scale: Any, marker: Marker) -> tuple[Any, Any]:
@@ -277,9 +282,11 @@ def _check(
     value = unwrap_repeat(candidate.value)
     if value is not marker.values[layer]:
         raise Refusal(f"its values are not the slot buffer of layer {layer}, but computed by {describe(value)}")
-    query = unwrap_cast(candidate.query)
+    query = candidate.query
     if not isinstance(query, fx.Node):
         raise Refusal("its query is not a tensor")
+    while dtype_of(query) != dtype_of(marker.keys[layer]) and unwrap_cast(query) is not query:
+        query = argument(query, 0, "input")  # as far as the keys' dtype: above it, a rotary embedding may be in fp32
     shape, cached = shape_of(query), shape_of(marker.keys[layer])
     if shape is None or cached is None or len(shape) != 4 or len(cached) != 4:
         raise Refusal(f"its query has shape {shape} where [batch, heads, 1, width] was expected")
@@ -306,6 +313,8 @@ def _check(
             raise Refusal("its mask is boolean and added to the logits, as 0 and 1")
         check_mask(mask, kind, site.output, marker, slicer)
         masks.add((mask, kind))
+    if kind != "add" and candidate.form != "sdpa":
+        check_fill(candidate.fill, site.output, slicer)
     return site
 
 
@@ -313,6 +322,10 @@ def _check_unwritten(site: AttentionSite, marker: Marker, slicer: Slicer) -> Non
     """Nothing between the inputs and the output may be written into: what is replaced would not see it."""
     inputs = {site.query, *marker.keys, *marker.values, *marker.state, marker.new_momentum, marker.new_positions}
     memory, place = slicer.memory, slicer.place
+    for node in (site.mask, marker.new_positions):  # the replacement reads them where they are made
+        for writer in memory.writers(node) if node is not None else ():
+            if place[node] < place[writer] < place[site.output]:
+                raise Refusal(f"'{node.name}', a part of it, is written into by {describe(writer)}")
     brought = {memory.root(node) for node in inputs}
     todo, seen = [site.output], set()
     while todo:

@@ -35,7 +35,7 @@ _NAMED: dict[Any, tuple[str, ...]] = {
     operator.matmul: ("input", "other"), operator.mul: ("input", "other"), operator.add: ("input", "other"),
     operator.truediv: ("input", "other"), operator.sub: ("input", "other"),
 }  # fmt: skip
-_SYNONYMS = {"a": "input", "b": "other", "self": "input", "tensor2": "other", "mat2": "other"}
+_SYNONYMS = {"a": "input", "b": "other", "self": "input", "tensor2": "other", "mat2": "other", "train": "training"}
 
 
 def argument(node: fx.Node, position: int, name: str, default: Any = None) -> Any:
@@ -115,10 +115,7 @@ def unwrap_repeat(node: Any) -> Any:
     expanded = argument(node, 0, "input")
     if not calls(expanded, "expand"):
         return node
-    picked = expanded.args[0]
-    before, wide, after = shape_of(picked.args[0]), shape_of(expanded), shape_of(node)
-    if before is None or after is None or wide is None or len(wide) != 5 or len(before) != 4:
-        return node
+    picked = argument(expanded, 0, "input")
     if calls(picked, "", operator.getitem):
         whole = slice(None, None, None)
         index = tuple(picked.args[1]) if isinstance(picked.args[1], (tuple, list)) else ()
@@ -126,10 +123,14 @@ def unwrap_repeat(node: Any) -> Any:
             return node
     elif not calls(picked, "unsqueeze", torch.unsqueeze) or argument(picked, 1, "dim") not in (2, -3):
         return node
+    source = argument(picked, 0, "input")
+    before, wide, after = shape_of(source), shape_of(expanded), shape_of(node)
+    if before is None or after is None or wide is None or len(wide) != 5 or len(before) != 4:
+        return node
     # Only the new third dimension may grow, and the reshape may only merge it into the heads before it.
     grows = (*wide[:2], *wide[3:]) == before
     merges = after == (before[0], before[1] * wide[2], *before[2:])
-    return unwrap_cast(argument(picked, 0, "input")) if grows and merges else node
+    return unwrap_cast(source) if grows and merges else node
 
 
 def is_softmax(node: object) -> bool:

@@ -25,7 +25,7 @@ from ..kernels import reference
 from .aliasing import described
 from .contract import AttentionSite, PassOptions, Refusal, attention_sites, record_match, require_marker
 from .emit_scores import additive_mask, is_valid
-from .nodes import dtype_of, example, user_line
+from .nodes import describe, dtype_of, example, user_line
 from .slices import Runner, Slice, Slicer, SmallState
 
 STATES = (
@@ -160,6 +160,13 @@ class _Proof:
                 f"its output is {tuple(output.shape)} in {output.dtype} {on} where {tuple(expect.shape)} in"
                 f" {expect.dtype} would replace it"
             )
+        for node in self.traced.nodes if not wide else ():
+            seen, known = traced[node], example(node)
+            if isinstance(seen, Tensor) and isinstance(known, Tensor) and seen.dtype != known.dtype:
+                raise Refusal(
+                    f"{describe(node)} is computed in {known.dtype} in the step and in {seen.dtype} by itself, as under"
+                    " torch.autocast"
+                )
         worst = _agree(output, expect, tolerance, "its output differs from that of what would replace it", on)
         for node in self.kept.given:
             if isinstance(values[node], Tensor) and not torch.equal(_bits(values[node]), _bits(traced[node])):
@@ -239,7 +246,19 @@ def _agree(one: Tensor, other: Tensor, tolerance: float, what: str, on: str) -> 
 
 
 def _copied(values: dict[fx.Node, Any]) -> dict[fx.Node, Any]:
-    return {node: value.clone() if isinstance(value, Tensor) else value for node, value in values.items()}
+    """Copies, which share memory where the values do."""
+    memory: dict[int, Any] = {}
+    copies: dict[fx.Node, Any] = {}
+    for node, value in values.items():
+        if isinstance(value, Tensor):
+            storage = value.untyped_storage()
+            if storage._cdata not in memory:
+                memory[storage._cdata] = storage.clone()
+            value = value.new_empty(0).set_(
+                memory[storage._cdata], value.storage_offset(), value.size(), value.stride()
+            )
+        copies[node] = value
+    return copies
 
 
 def _bits(tensor: Tensor) -> Tensor:

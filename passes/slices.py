@@ -151,27 +151,35 @@ class SmallState:
         slots, rows: its size.
         seed: what it is drawn with.
         query: size of the queries' elements: small ones make attention flat, large ones pick out single slots.
+        text: tokens that the longest row has seen, not fewer than slots.
     """
 
     slots: int
     rows: int
     seed: int
     query: float = 1.0
+    text: int = 1_000_000
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Draw momentum fp32 and positions int64 [rows, slots], free and length int64 [rows].
 
-        Positions lie near 0 and near 10^6 in every row, so that a window or a bias of any width shows.
+        Positions lie near 0, near the end of the text and between in every row, so that a window or a bias of any width
+        shows; momenta are 0, tiny, below 1 and large, so that a threshold does.
         """
         generator = torch.Generator().manual_seed(self.seed)
-        near, far = (self.slots + 1) // 2, self.slots // 2
-        text = torch.cat([torch.arange(near), 1_000_000 - far + torch.arange(far)])
+        near, far = (self.slots + 1) // 2, (self.slots + 2) // 4
+        between = self.slots - near - far
+        step = (self.text - far - near) / max(1, between)
+        middle = near + ((torch.arange(between) + 0.5) * step).long()
+        text = torch.cat([torch.arange(near), middle, self.text - far + torch.arange(far)])
         order = torch.stack([torch.randperm(self.slots, generator=generator) for _ in range(self.rows)])
-        shorter = 1000 * (torch.arange(self.rows) % 500)
+        shorter = torch.arange(self.rows) % 500 if self.text >= 1_000_000 else torch.zeros(self.rows, dtype=torch.int64)
         positions = text[order]
         positions = torch.where(positions < near, positions, positions - shorter[:, None])
-        momentum = torch.rand(self.rows, self.slots, generator=generator)
-        length = 1_000_000 - shorter
+        sizes = torch.tensor([0.0, 1e-9, 1.0, 1e4], dtype=torch.float32)
+        momentum = sizes[torch.randint(len(sizes), (self.rows, self.slots), generator=generator)]
+        momentum = momentum * torch.rand(self.rows, self.slots, generator=generator, dtype=torch.float32)
+        length = self.text - shorter
         free = torch.randint(self.slots, (self.rows,), generator=generator)
         share = 0.15 + 0.2 * torch.arange(self.rows) / max(1, self.rows)
         drawn = torch.rand(self.rows, self.slots, generator=generator)
@@ -228,9 +236,11 @@ class Runner:
         """Draw a value for everything that a slice is given; the memory of `queries` at the state's query size."""
         state = dict(zip(self.marker.state, self.state.tensors(), strict=True))
         large = set(queries)
-        values: dict[fx.Node, Any] = {}
+        values: dict[fx.Node, Any] = self._shared(piece, set(state))
         for node in piece.given:
             known = example(node)
+            if node in values:
+                continue
             if node in state:
                 values[node] = state[node]
             elif isinstance(known, Tensor):
@@ -243,6 +253,31 @@ class Runner:
                 values[node] = known.node.hint
             else:
                 raise Refusal(f"'{node.name}', which it reads, is neither a tensor nor a number")
+        return values
+
+    def _shared(self, piece: Slice, state: set[fx.Node]) -> dict[fx.Node, Any]:
+        """Draw inputs of the step that are views of one memory: what is written into one shows in the others."""
+        groups: dict[int, list[fx.Node]] = {}
+        for node in piece.given:
+            if node.op == "placeholder" and isinstance(example(node), Tensor):
+                groups.setdefault(example(node).untyped_storage()._cdata, []).append(node)
+        values: dict[fx.Node, Any] = {}
+        for group in groups.values():
+            if len(group) == 1:
+                continue
+            if not state.isdisjoint(group) or len({example(node).dtype for node in group}) > 1:
+                raise Refusal(f"{', '.join(node.name for node in group)} are one memory")
+            views = []
+            for node in group:
+                known = example(node)
+                sizes, strides = map(self.size, known.shape), map(self.size, known.stride())
+                views.append((tuple(sizes), tuple(strides), self.size(known.storage_offset())))
+            ends = [
+                first + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True))
+                for sizes, steps, first in views
+            ]
+            memory = self._random(example(group[0]).new_empty(max(ends) + 1, device="cpu"), 1.0)
+            values |= {node: memory.as_strided(*view) for node, view in zip(group, views, strict=True)}
         return values
 
     def _random(self, like: Tensor, scale: float) -> Tensor:
@@ -328,4 +363,15 @@ class _Cast(TorchDispatchMode):
             name: self.cast(value) if isinstance(value, torch.dtype) else value
             for name, value in (kwargs or {}).items()
         }
-        return func(*args, **named)
+        result = func(*args, **named)
+        if isinstance(result, Tensor) and not any(
+            map(_is_floating, (*args, *named.values()))
+        ):  # made in the default dtype
+            return result.to(self.cast(result.dtype))
+        return result
+
+
+def _is_floating(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_is_floating, value))
+    return isinstance(value, Tensor) and value.dtype.is_floating_point

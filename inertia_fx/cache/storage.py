@@ -56,7 +56,7 @@ class RetentionState:
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> RetentionState:
         """Create the state of `rows` sequences without tokens."""
-        none = torch.zeros(rows, 0, device=device)
+        none = torch.zeros(rows, 0, dtype=torch.float32, device=device)
         start = torch.zeros(rows, dtype=torch.int64, device=device)
         return cls(none, none.long(), start, start.clone())
 
@@ -161,7 +161,7 @@ def gather(
         capacity: slots of the new buffers.
     """
     slots = torch.arange(capacity, device=index.device)
-    empty = torch.where(slots < column(limits, index), DEAD, CLOSED)
+    empty = torch.where(slots < column(limits, index), DEAD, CLOSED).to(state.momentum.dtype)
     full = slots < column(counts, index)
     places = torch.cat([index, index.new_zeros(index.shape[0], capacity - index.shape[1])], dim=1)
     gathered = dataclasses.replace(
@@ -186,7 +186,7 @@ def extend(
     """
     before = state.positions.shape[1]
     slots = torch.arange(before, before + room, device=state.positions.device)
-    fresh = torch.where(slots < column(limits, slots), DEAD, CLOSED)
+    fresh = torch.where(slots < column(limits, slots), DEAD, CLOSED).to(state.momentum.dtype)
     extended = dataclasses.replace(
         state,
         momentum=torch.cat([state.momentum, fresh], dim=1),

@@ -66,12 +66,6 @@ def view_of_weights_written_into(q: Tensor, k: Tensor, v: Tensor, live: Tensor, 
     return weights @ repeat(v)
 
 
-def query_written_into(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
-    q = q.contiguous().clone()
-    q[..., 0] = 0
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=live, enable_gqa=True)
-
-
 def scaled_by_add(q: Tensor, k: Tensor, v: Tensor, live: Tensor, extra: Any) -> Tensor:
     return F.softmax(torch.add(minimum(live), q @ repeat(k).mT, alpha=SCALE), -1) @ repeat(v)
 
@@ -190,7 +184,6 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
         (weights_written_into, "is written into by setitem"),
         (weights_scaled_in_place, "is written into by mul_"),
         (view_of_weights_written_into, "its weights are used 2 times"),
-        (query_written_into, "is written into by setitem"),
         (scaled_by_add, "scaled by alpha="),
         (bool_mask_added, "its mask is boolean"),
         (cast_up, "not of one dtype"),
