@@ -322,8 +322,9 @@ def _check_unwritten(site: AttentionSite, marker: Marker, slicer: Slicer) -> Non
     """Nothing between the inputs and the output may be written into: what is replaced would not see it."""
     inputs = {site.query, *marker.keys, *marker.values, *marker.state, marker.new_momentum, marker.new_positions}
     memory, place = slicer.memory, slicer.place
-    for node in (site.mask, marker.new_positions):  # the replacement reads them where they are made
-        for writer in memory.writers(node) if node is not None else ():
+    read = [marker.new_positions] if site.mask is None else [site.mask, marker.new_positions]
+    for node in read:  # the replacement reads them where they are made
+        for writer in memory.writers(node):
             if place[node] < place[writer] < place[site.output]:
                 raise Refusal(f"'{node.name}', a part of it, is written into by {describe(writer)}")
     brought = {memory.root(node) for node in inputs}

@@ -13,8 +13,8 @@ import inertia_fx
 from inertia_fx import errors
 from inertia_fx.verify.testing.decoders import language_model
 from tests.common import spellings
+from tests.common.graphs import Step, fresh_dynamo, prompted, run_until, steps, traced  # noqa: F401
 from tests.passes import hostile
-from tests.passes.graphs import Step, fresh_dynamo, prompted, run_until, steps, traced  # noqa: F401
 from tests.passes.hostile import SCALE, hidden, logits_of, repeat, sdpa
 
 DEAD = (2, 5)

@@ -68,7 +68,7 @@ def test_a_needed_pass_is_not_left_out(name: str) -> None:
         ({"passes": [*PASSES, PASSES[0]]}, "or one twice"),
         ({"passes": []}, "passes lacks inline_regions, find_attention, prove_attention"),
     ],
-    ids=str,
+    ids=lambda value: "".join(value) if isinstance(value, dict) else None,
 )
 def test_bad_lists(options: dict[str, Any], message: str) -> None:
     gm = traced()
