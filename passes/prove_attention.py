@@ -134,7 +134,8 @@ class _Proof:
 
     def _compare(self, state: SmallState, dtype: torch.dtype, wide: bool) -> float:
         site, marker = self.site, self.slicer.marker
-        runner = Runner(marker, state, dtype, wide)
+        elements = site.kv_heads * max(int(example(node).shape[3]) for node in (site.key, site.value))
+        runner = Runner(marker, state, dtype, wide, elements)
         drawn = runner.draw(self.traced, self.queries)
         on = (
             f"on a small state ({runner.state.slots} slots, {'float64' if wide else str(dtype).removeprefix('torch.')})"

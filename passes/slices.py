@@ -23,6 +23,9 @@ from .nodes import ancestors, describe, example
 LARGEST_CONSTANT = 2**20
 """Elements of the largest constant that is run with as it is; larger ones are weights, and drawn at random."""
 
+LARGEST_TENSOR = 2**23
+"""Elements of the largest tensor that slices are run with, if 16 slots leave the choice."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
@@ -202,12 +205,15 @@ class Runner:
         state: the state to run on; its size is ignored where the graph has fixed it.
         dtype: the model's dtype.
         wide: run in fp64, in place of the model's dtype and fp32 alike.
+        elements: of the largest tensor per slot of a row; a large batch that the graph has fixed gets fewer slots.
     """
 
-    def __init__(self, marker: Marker, state: SmallState, dtype: torch.dtype, wide: bool) -> None:
+    def __init__(self, marker: Marker, state: SmallState, dtype: torch.dtype, wide: bool, elements: int = 1) -> None:
         self.marker, self.dtype, self.wide = marker, dtype, wide
         rows, slots = example(marker.positions).shape
         self.sizes: dict[Any, int] = {}
+        room = LARGEST_TENSOR // (elements * (state.rows if isinstance(rows, torch.SymInt) else rows))
+        state = dataclasses.replace(state, slots=min(state.slots, max(room, 16)))
         slotted = [
             (marker.positions, 1),
             (marker.momentum, 1),
