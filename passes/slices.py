@@ -212,8 +212,9 @@ class Runner:
         self.marker, self.dtype, self.wide = marker, dtype, wide
         rows, slots = example(marker.positions).shape
         self.sizes: dict[Any, int] = {}
-        room = LARGEST_TENSOR // (elements * (state.rows if isinstance(rows, torch.SymInt) else rows))
-        state = dataclasses.replace(state, slots=min(state.slots, max(room, 16)))
+        # As many rows as when it was traced: other sizes that are the batch's may be spelled with symbols of their own.
+        state = dataclasses.replace(state, rows=hint(rows))
+        state = dataclasses.replace(state, slots=min(state.slots, max(LARGEST_TENSOR // (elements * state.rows), 16)))
         slotted = [
             (marker.positions, 1),
             (marker.momentum, 1),

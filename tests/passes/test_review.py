@@ -159,7 +159,7 @@ RULES = [
 
 @pytest.mark.parametrize("form", RULES, ids=lambda form: form.__name__)
 def test_masks_by_momentum_by_middle_positions_and_by_length_are_refused(form: Any) -> None:
-    assert "not the liveness" in right_or_refused(form, Informed)
+    assert "not the validity" in right_or_refused(form, Informed)
 
 
 # ---------------------------------------------------------------------- right, and refused
