@@ -23,7 +23,7 @@ from inertia_fx.cache.eviction import survivors
 from inertia_fx.kernels.reference import enter, next_free
 from inertia_fx.passes import PASSES, name_of
 from inertia_fx.passes.nodes import emit
-from inertia_fx.passes.update_momentum import scores_of
+from inertia_fx.passes.update_momentum import scores_of as emitted
 from inertia_fx.verify.check.metrics import tie
 from inertia_fx.verify.testing import strategies, synthetic
 from inertia_fx.verify.testing.strategies import Geometry
@@ -135,7 +135,7 @@ def test_3_scaling_every_score_changes_no_retained_set(
     """Every score of the graph times 2^power (exact in floating point): the same sets, momenta times 2^power."""
 
     def scale_scores_pass(gm: Any, example_inputs: Any, *, options: Any) -> Any:
-        for score in scores_of(gm.graph):
+        for score in emitted(gm.graph):
             readers = list(score.users)
             scaled = emit(gm.graph, score.next, torch.mul, score, 2.0**power)
             for reader in readers:
