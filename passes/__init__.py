@@ -13,7 +13,7 @@
 
     contract.py       what they agree on: options, marker, sites, refusals, records
     runner.py         the list, and what is done around each pass
-    nodes.py, aliasing.py, slices.py, metadata.py, check_mask.py   reading, running and writing graphs
+    nodes.py, aliasing.py, slices.py, small_states.py, metadata.py, check_mask.py   reading, running and writing graphs
 
 They know graphs, not Hugging Face. Matching less than every layer is a refusal, never a partial rewrite.
 """

@@ -15,12 +15,13 @@ from torch import Tensor, fx
 from ..errors import PositionBiasError
 from .contract import Marker, Refusal
 from .nodes import ancestors, describe, shape_of
-from .slices import Runner, Slicer, SmallState
+from .slices import Slicer
+from .small_states import Runner, SmallState
 
 STATES = (
-    SmallState(slots=8, rows=2, seed=0),
-    SmallState(slots=140_000, rows=2, seed=1),
-    SmallState(slots=9, rows=2, seed=2, text=9),
+    SmallState(slots=8, seed=0),
+    SmallState(slots=140_000, seed=1),
+    SmallState(slots=9, seed=2, text=9),
 )
 """What masks are tried on. The second has more slots than windows are wide, and positions 10^6 apart; the third is short."""
 

@@ -11,7 +11,8 @@ from ..kernels import reference, targets
 from .aliasing import erase_dead
 from .contract import PassOptions, Refusal, record_match, record_skip, require_marker
 from .nodes import ancestors
-from .slices import Runner, Slicer, SmallState
+from .slices import Slicer
+from .small_states import Runner, SmallState
 
 
 def lower_enter_pass(gm: fx.GraphModule, example_inputs: list[Tensor], *, options: PassOptions) -> fx.GraphModule:
@@ -24,7 +25,7 @@ def lower_enter_pass(gm: fx.GraphModule, example_inputs: list[Tensor], *, option
         return gm
     try:
         piece = Slicer(graph, marker).cut(traced, marker.node)
-        runner = Runner(marker, SmallState(slots=8, rows=2, seed=5), torch.float32, wide=False)
+        runner = Runner(marker, SmallState(slots=8, seed=5), torch.float32, wide=False)
         values = runner.run(piece, runner.draw(piece))
     except Refusal as refusal:
         record_skip(gm, f"left as traced: {refusal.reason}", node=traced[0].name)

@@ -19,6 +19,14 @@ def example(node: fx.Node) -> Any:
     return node.meta.get("example_value", node.meta.get("val"))
 
 
+def attribute(node: fx.Node) -> Any:
+    """Look up what a `get_attr` node gets."""
+    value: Any = node.graph.owning_module
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value
+
+
 def shape_of(node: fx.Node) -> tuple[Any, ...] | None:
     """Look up the shape of a node's tensor; ``None`` if unknown."""
     value = example(node)
@@ -31,10 +39,6 @@ def dtype_of(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, Tensor) else None
 
 
-_NAMED: dict[Any, tuple[str, ...]] = {
-    operator.matmul: ("input", "other"), operator.mul: ("input", "other"), operator.add: ("input", "other"),
-    operator.truediv: ("input", "other"), operator.sub: ("input", "other"),
-}  # fmt: skip
 _SYNONYMS = {"a": "input", "b": "other", "self": "input", "tensor2": "other", "mat2": "other", "train": "training"}
 
 

@@ -25,13 +25,15 @@ from ..kernels import reference
 from .aliasing import described
 from .contract import AttentionSite, PassOptions, Refusal, attention_sites, record_match, require_marker
 from .emit_scores import additive_mask, is_valid
-from .nodes import describe, dtype_of, example, user_line
-from .slices import Runner, Slice, Slicer, SmallState
+from .metadata import frozen
+from .nodes import attribute, describe, dtype_of, example, user_line
+from .slices import Slice, Slicer
+from .small_states import Runner, SmallState
 
 STATES = (
-    SmallState(slots=7, rows=2, seed=2, query=3.0),
-    SmallState(slots=320, rows=2, seed=3, query=0.05),
-    SmallState(slots=300, rows=2, seed=4, query=30.0),
+    SmallState(slots=7, seed=2, query=3.0),
+    SmallState(slots=320, seed=3, query=0.05),
+    SmallState(slots=300, seed=4, query=30.0),
 )
 """In fp64. The model's dtype runs on the first two with queries of size 1, as larger logits are rounded too coarsely."""
 
@@ -107,7 +109,7 @@ class _Proof:
         number = {node: index for index, node in enumerate((*start, *self.traced.nodes))}
         flows_in = [(described(node), str(_shape(node)), self._role(node)) for node in start]
         runs = [
-            (node.op, _constant(node) or node.target, _wiring(node.args, number), _wiring(node.kwargs, number))
+            (node.op, _constant(node) or node.target, frozen(node.args, number), frozen(dict(node.kwargs), number))
             for node in self.traced.nodes
         ]
         site = self.site
@@ -173,7 +175,6 @@ class _Proof:
             if isinstance(values[node], Tensor) and not torch.equal(_bits(values[node]), _bits(traced[node])):
                 raise Refusal(f"'{node.name}' would not be left with the same contents, tried {on}")
         with runner.arithmetic():
-            pooled = None
             for buckets in self._bucketings(runner.state):
                 sums = self._weights(runner, drawn, buckets)
                 _check_weights(sums, tolerance, on)
@@ -182,8 +183,8 @@ class _Proof:
                     held = traced[site.value].to(sums.dtype)
                     explained = torch.matmul(grouped, held).flatten(1, 2).unsqueeze(2)
                     _agree(explained, output.to(sums.dtype), tolerance, "its weights depend on its values", on)
-                    pooled = reference.pooled_scores(grouped, traced[site.value], valid, self.options.scorer)
-                    seen, expected = pooled, scores
+                    seen = reference.pooled_scores(grouped, traced[site.value], valid, self.options.scorer)
+                    expected = scores
                 elif self.options.scorer == "attention":  # the one that is linear: sums over the slots of a bucket
                     seen, expected = sums.mean(1), _in_buckets(scores, buckets, sums.shape[-1])
                 else:
@@ -276,19 +277,5 @@ def _constant(node: fx.Node) -> Any:
     """A constant's contents: its name says nothing."""
     if node.op != "get_attr":
         return None
-    value: Any = node.graph.owning_module
-    for name in str(node.target).split("."):
-        value = getattr(value, name)
+    value = attribute(node)
     return ("constant", repr(value.tolist())) if isinstance(value, Tensor) else ("constant", id(value))
-
-
-def _wiring(value: Any, number: dict[fx.Node, int]) -> Any:
-    if isinstance(value, fx.Node):
-        return ("node", number[value])
-    if isinstance(value, (tuple, list)):
-        return tuple(_wiring(part, number) for part in value)
-    if isinstance(value, dict):
-        return tuple((name, _wiring(part, number)) for name, part in value.items())
-    if isinstance(value, slice):
-        return ("slice", _wiring((value.start, value.stop, value.step), number))
-    return (type(value), str(value))

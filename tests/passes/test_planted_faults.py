@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from inertia_fx.errors import UnsupportedAttentionError
-from inertia_fx.passes import aliasing, check_mask, find_attention, prove_attention, slices
+from inertia_fx.passes import aliasing, check_mask, find_attention, prove_attention, slices, small_states
 from tests.common.graphs import OtherwiseInOneLayer, fresh_dynamo, run_until, traced  # noqa: F401
 from tests.passes import hostile
 
@@ -93,13 +93,13 @@ def masks_are_tried_on_few_slots(patch: Patch) -> None:
 
 
 def positions_are_small(patch: Patch) -> None:
-    real = slices.SmallState.tensors
+    real = small_states.SmallState.tensors
 
     def tensors(self: Any) -> Any:
         momentum, positions, free, length = real(self)
         return momentum, positions.clamp(max=5000), free, length.clamp(max=5000)
 
-    patch.setattr(slices.SmallState, "tensors", tensors)
+    patch.setattr(small_states.SmallState, "tensors", tensors)
 
 
 def the_first_layer_alone_is_proved(patch: Patch) -> None:
@@ -107,7 +107,7 @@ def the_first_layer_alone_is_proved(patch: Patch) -> None:
 
 
 def constants_are_no_part_of_reading_alike(patch: Patch) -> None:
-    patch.setattr(prove_attention, "_wiring", lambda value, number: None)
+    patch.setattr(prove_attention, "frozen", lambda value, number: None)
 
 
 def writers_are_left_out_of_slices(patch: Patch) -> None:
@@ -115,12 +115,12 @@ def writers_are_left_out_of_slices(patch: Patch) -> None:
 
 
 def every_cast_is_undone(patch: Patch) -> None:
-    real = slices.Runner.cast
+    real = small_states.Runner.cast
 
     def cast(self: Any, dtype: torch.dtype) -> torch.dtype:
         return torch.float64 if self.wide and dtype.is_floating_point else real(self, dtype)
 
-    patch.setattr(slices.Runner, "cast", cast)
+    patch.setattr(small_states.Runner, "cast", cast)
     real_compare = prove_attention._Proof._compare
     patch.setattr(
         prove_attention._Proof, "_compare",
